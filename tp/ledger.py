@@ -1,0 +1,210 @@
+"""Ledger: one rank's own account of a run, folded from the events it wrote as it went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+WORLD = "world"  # the ledger's name of the default group
+
+State = Literal["scheduled", "started", "completed", "failed"]
+EndHow = Literal["returned", "raised", "exited", "killed"]
+Event = Sequence[Any]  # (kind, field, ...), plain values that JSON can hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRecord:
+    """One collective as the rank issued it; `waited` says that the rank blocks until it completes."""
+
+    group: str
+    seq: int  # counts the rank's collectives in this group, from 1
+    op: str
+    dtype: str  # of the tensor that the rank contributes; "" where it contributes none
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    payload_bytes: int
+    reduce_op: str = ""
+    root: int | None = None  # rank within the group
+    site: str = ""  # file:line function of the nearest caller outside torch and tpbed.tp
+    step: str = ""
+    state: State = "started"
+    waited: bool = True
+    error: str = ""
+    started_ns: int = 0
+    ended_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A choice that the rank took from facts of its own; `issued` collectives came before it."""
+
+    name: str
+    value: str
+    because: str
+    site: str
+    step: str
+    issued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A named fact that a harness wants to survive the rank, such as a planned fault that fired."""
+
+    name: str
+    value: str
+    issued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a rank ended. `how` "exited" and "killed" are deaths of the process, seen from outside it."""
+
+    how: EndHow
+    error_type: str = ""
+    message: str = ""
+    site: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    at_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """All that a rank did in one run, in its own order. It only ever grows while the rank lives."""
+
+    rank: int
+    world_size: int
+    groups: dict[str, tuple[int, ...]]  # name to global ranks, in group order
+    collectives: tuple[CollectiveRecord, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    steps: tuple[str, ...] = ()
+    checks: int = 0
+    end: End | None = None
+    truncated: bool = False  # the black box was full: later events are missing
+
+    def in_group(self, group: str) -> tuple[CollectiveRecord, ...]:
+        """The rank's collectives in one group, by seq."""
+        return tuple(record for record in self.collectives if record.group == group)
+
+    def waiting_in(self) -> CollectiveRecord | None:
+        """The collective that the rank is blocked in, if it is in one."""
+        if self.end is not None:
+            return None
+        return next((r for r in self.collectives if r.waited and r.state in ("scheduled", "started")), None)
+
+
+def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncated: bool = False) -> Ledger:
+    """Fold a rank's events into its ledger.
+
+    events: as Recorder wrote them, oldest first; unknown kinds are an error, a missing tail is not.
+    Raises KeyError for an event kind that this version does not know.
+    """
+    book = _Book()
+    for kind, *fields in events:
+        _FOLD[kind](book, *fields)
+    return Ledger(
+        rank=rank,
+        world_size=world_size,
+        groups=book.groups,
+        collectives=tuple(book.collectives.values()),
+        decisions=tuple(book.decisions),
+        marks=tuple(book.marks),
+        steps=tuple(book.steps),
+        checks=book.checks,
+        end=book.end,
+        truncated=truncated,
+    )
+
+
+class _Book:
+    def __init__(self) -> None:
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.collectives: dict[tuple[str, int], CollectiveRecord] = {}
+        self.decisions: list[Decision] = []
+        self.marks: list[Mark] = []
+        self.steps: list[str] = []
+        self.checks = 0
+        self.end: End | None = None
+
+    @property
+    def step(self) -> str:
+        return self.steps[-1] if self.steps else ""
+
+    def group(self, name: str, ranks: Sequence[int]) -> None:
+        self.groups[name] = tuple(ranks)
+
+    def start(
+        self,
+        group: str,
+        seq: int,
+        op: str,
+        dtype: str,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        payload_bytes: int,
+        reduce_op: str,
+        root: int | None,
+        site: str,
+        waited: bool,
+        state: State,
+        at_ns: int,
+    ) -> None:
+        self.collectives[group, seq] = CollectiveRecord(
+            group=group,
+            seq=seq,
+            op=op,
+            dtype=dtype,
+            shape=tuple(shape),
+            stride=tuple(stride),
+            payload_bytes=payload_bytes,
+            reduce_op=reduce_op,
+            root=root,
+            site=site,
+            step=self.step,
+            waited=waited,
+            state=state,
+            started_ns=at_ns,
+        )
+
+    def change(self, group: str, seq: int, state: State, error: str, at_ns: int) -> None:
+        ended = at_ns if state in ("completed", "failed") else None
+        record = self.collectives[group, seq]
+        self.collectives[group, seq] = replace(record, state=state, error=error, ended_ns=ended)
+
+    def wait(self, group: str, seq: int) -> None:
+        self.collectives[group, seq] = replace(self.collectives[group, seq], waited=True)
+
+    def decision(self, name: str, value: str, because: str, site: str) -> None:
+        self.decisions.append(
+            Decision(name=name, value=value, because=because, site=site, step=self.step, issued=len(self.collectives))
+        )
+
+    def mark(self, name: str, value: str) -> None:
+        self.marks.append(Mark(name=name, value=value, issued=len(self.collectives)))
+
+    def step_begins(self, label: str) -> None:
+        self.steps.append(label)
+
+    def check(self, count: int) -> None:
+        self.checks += count
+
+    def ended(self, *fields: Any) -> None:
+        self.end = End(**dict(zip(END_FIELDS, fields, strict=True)))
+
+
+END_FIELDS = ("how", "error_type", "message", "site", "traceback", "exit_code", "signal", "at_ns")
+
+_FOLD = {
+    "group": _Book.group,
+    "start": _Book.start,
+    "state": _Book.change,
+    "wait": _Book.wait,
+    "decision": _Book.decision,
+    "mark": _Book.mark,
+    "step": _Book.step_begins,
+    "check": _Book.check,
+    "end": _Book.ended,
+}

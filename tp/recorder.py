@@ -1,0 +1,122 @@
+"""Recorder: writes one rank's events, each before the thing it tells of can block or kill the rank."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from torch import Tensor
+
+from tpbed.tp.ledger import END_FIELDS, End, Event, State
+
+Sink = Callable[[Event], None]
+Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
+
+_HERE = str(Path(__file__).parent)
+_SKIP = (_HERE, f"{Path(sys.modules['torch'].__file__ or '').parent}", "<frozen")
+
+
+class Recorder:
+    """One rank's pen: `sink` takes each event at once, `clock` dates it."""
+
+    __slots__ = ("_clock", "_sink", "seqs")
+
+    def __init__(self, sink: Sink, clock: Clock) -> None:
+        self._sink = sink
+        self._clock = clock
+        self.seqs: dict[str, int] = {}  # the last seq issued in each group
+
+    def group(self, name: str, ranks: Sequence[int]) -> None:
+        """A process group was formed; ranks are global, in group order."""
+        self.seqs.setdefault(name, 0)
+        self._sink(("group", name, list(ranks)))
+
+    def start(
+        self,
+        group: str,
+        op: str,
+        payload: Tensor | None,
+        *,
+        reduce_op: str = "",
+        root: int | None = None,
+        waited: bool = True,
+        state: State = "started",
+    ) -> int:
+        """A collective is about to be issued. Returns its seq."""
+        seq = self.seqs[group] = self.seqs[group] + 1
+        layout = _layout(payload)
+        site = call_site(sys._getframe(1))
+        self._sink(("start", group, seq, op, *layout, reduce_op, root, site, waited, state, self._clock()))
+        return seq
+
+    def state(self, group: str, seq: int, state: State, error: str = "") -> None:
+        """A collective changed its state."""
+        self._sink(("state", group, seq, state, error, self._clock()))
+
+    def wait(self, group: str, seq: int) -> None:
+        """The rank blocks on a collective that it had issued without waiting."""
+        self._sink(("wait", group, seq))
+
+    def decision(self, name: str, value: object, because: str) -> None:
+        """The rank chose `value` for `name` from facts of its own."""
+        self._sink(("decision", name, str(value), because, call_site(sys._getframe(1))))
+
+    def mark(self, name: str, value: str) -> None:
+        """A named fact for the harness."""
+        self._sink(("mark", name, value))
+
+    def step(self, label: str) -> None:
+        """A new step of the rank program begins."""
+        self._sink(("step", label))
+
+    def check(self, count: int = 1) -> None:
+        """The rank made `count` checks of its own results."""
+        self._sink(("check", count))
+
+    def end(self, end: End) -> None:
+        """The rank ended."""
+        self._sink(("end", *(getattr(end, name) for name in END_FIELDS)))
+
+    def returned(self) -> None:
+        """The rank program returned."""
+        self.end(End(how="returned", at_ns=self._clock()))
+
+    def raised(self, error: BaseException) -> None:
+        """The rank program raised; the site is the innermost frame outside torch and tpbed.tp."""
+        self.end(
+            End(
+                how="raised",
+                error_type=type(error).__name__,
+                message=str(error),
+                site=error_site(error),
+                traceback="".join(traceback.format_exception(error)),
+                at_ns=self._clock(),
+            )
+        )
+
+
+def _layout(payload: Tensor | None) -> tuple[str, list[int], list[int], int]:
+    if payload is None:
+        return "", [], [], 0
+    dtype = str(payload.dtype).removeprefix("torch.")
+    return dtype, list(payload.shape), list(payload.stride()), payload.numel() * payload.element_size()
+
+
+def call_site(frame: FrameType | None) -> str:
+    """`file:line function` of the nearest frame outside torch and tpbed.tp; the file with its folder."""
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
+        frame = frame.f_back
+    return "" if frame is None else _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def error_site(error: BaseException) -> str:
+    """`file:line function` of the innermost frame of an error outside torch and tpbed.tp."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_SKIP)]
+    return _site(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
+
+
+def _site(filename: str, line: int, function: str) -> str:
+    return f"{'/'.join(Path(filename).parts[-2:])}:{line} {function}"

@@ -1,0 +1,50 @@
+"""find_stuck: which ranks can never move again, proved from ledgers and liveness, without a clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpbed.tp.ledger import CollectiveRecord, Ledger
+from tpbed.tp.world import Liveness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A rank blocked in a collective, and the members of its group that have not issued it."""
+
+    rank: int
+    record: CollectiveRecord
+    missing_ranks: tuple[int, ...]
+
+
+def find_waits(ledgers: Sequence[Ledger]) -> dict[int, Wait]:
+    """The ranks that are blocked in a collective, by rank; where all have joined, nobody is missing."""
+    issued = [Counter(record.group for record in ledger.collectives) for ledger in ledgers]
+    waits = {}
+    for ledger in ledgers:
+        record = ledger.waiting_in()
+        if record is not None:
+            missing = tuple(r for r in ledger.groups[record.group] if issued[r][record.group] < record.seq)
+            waits[ledger.rank] = Wait(rank=ledger.rank, record=record, missing_ranks=missing)
+    return waits
+
+
+def find_stuck(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> frozenset[int]:
+    """The ranks that wait for a rank that can never join them: ended, dead, or itself stuck.
+
+    The complement of a least fixpoint: a rank can move if it is running outside a collective, or if everyone that it
+    waits for can move; the rest are stuck. A rank that is stopped or stalled may yet be continued, so whoever waits for
+    it is not stuck by this proof, nor is a rank in a collective that all its peers have joined.
+    Ended and dead are final and ledgers only grow, so the proof holds from the moment it is made; a cycle of waits is
+    sound only if the ledgers were read at one moment, or twice with the same answer.
+    """
+    waits = find_waits(ledgers)
+    movable = {r for r, seen in enumerate(liveness) if seen.state not in ("ended", "dead") and r not in waits}
+    while True:
+        freed = {r for r, wait in waits.items() if r not in movable and movable.issuperset(wait.missing_ranks)}
+        if not freed:
+            return frozenset(r for r in waits if r not in movable)
+        movable |= freed
+
