@@ -2,6 +2,6 @@
 
 
 class TestbedError(Exception):
-    """The test bed was asked for something it cannot do; the message says what was given, what is allowed and what to do."""
+    """The test bed was asked for what it cannot do; the message says what was given, what is allowed, what to do."""
 
     __test__ = False  # the name starts with Test, and pytest would collect it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -49,10 +49,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A named fact that a harness wants to survive the rank, such as a planned fault that fired."""
+    """A named fact that a harness wants to survive the rank: a planned fault that fired, an answer."""
 
     name: str
-    value: str
+    value: Any  # plain values that JSON can hold
+    step: str
     issued: int
 
 
@@ -182,8 +183,8 @@ class _Book:
             Decision(name=name, value=value, because=because, site=site, step=self.step, issued=len(self.collectives))
         )
 
-    def mark(self, name: str, value: str) -> None:
-        self.marks.append(Mark(name=name, value=value, issued=len(self.collectives)))
+    def mark(self, name: str, value: Any) -> None:
+        self.marks.append(Mark(name=name, value=value, step=self.step, issued=len(self.collectives)))
 
     def step_begins(self, label: str) -> None:
         self.steps.append(label)
@@ -197,7 +198,7 @@ class _Book:
 
 END_FIELDS = ("how", "error_type", "message", "site", "traceback", "exit_code", "signal", "at_ns")
 
-_FOLD = {
+_FOLD: dict[str, Callable[..., None]] = {
     "group": _Book.group,
     "start": _Book.start,
     "state": _Book.change,

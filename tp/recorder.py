@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
 
@@ -64,8 +65,8 @@ class Recorder:
         """The rank chose `value` for `name` from facts of its own."""
         self._sink(("decision", name, str(value), because, call_site(sys._getframe(1))))
 
-    def mark(self, name: str, value: str) -> None:
-        """A named fact for the harness."""
+    def mark(self, name: str, value: Any) -> None:
+        """A named fact for the harness; `value` is made of plain values that JSON can hold."""
         self._sink(("mark", name, value))
 
     def step(self, label: str) -> None:

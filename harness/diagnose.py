@@ -1,0 +1,257 @@
+"""diagnose: ledgers and liveness in, findings out - what went wrong in a run, and the one event that made it inevitable."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tpbed.harness.decisions import Divergence, find_divergences
+from tpbed.harness.findings import Cause, Finding, name_ranks
+from tpbed.harness.mismatch import find_mismatches, find_strided
+from tpbed.tp.ledger import CollectiveRecord, Ledger
+from tpbed.tp.world import Liveness
+
+TRANSPORT = ("Connection ", "gloo/transport", "NCCL", "Socket", "Broken pipe", "Timed out", "aborted")  # in its errors
+
+
+def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[Finding, ...]:
+    """Find the root causes in what the ranks did; a pure function, the same for live runs and stored records.
+
+    ledgers, liveness: one each per rank, in rank order.
+    Returns findings of the kinds mismatch, hang, stall, crash_one, crash_all and diverge, roots only: whatever follows from
+    a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
+    """
+    scene = _Scene(ledgers, liveness)
+    findings = [*find_mismatches(ledgers), *find_strided(ledgers)]
+    findings += _hangs(scene, findings)
+    findings += _frozen(scene, findings)
+    findings += _crashes(scene, findings)
+    divergences = find_divergences(ledgers)
+    if not findings:
+        findings = _shortfalls(scene) or [divergence.finding() for divergence in divergences[:1]]
+    return tuple(_with_decision(finding, divergences) for finding in findings)
+
+
+class _Scene:
+    """The ledgers with what is asked of them often."""
+
+    def __init__(self, ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> None:
+        self.ledgers, self.liveness = ledgers, liveness
+        self.blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
+        self.ended = [ledger.rank for ledger in ledgers if ledger.end is not None]
+
+    def absent_from(self, record: CollectiveRecord) -> tuple[int, ...]:
+        """The members of the group that never joined this collective, or died or raised in it."""
+        members = self.ledgers[next(iter(self._waiting_in(record)))].groups[record.group]
+        return tuple(rank for rank in members if self._is_absent(rank, record))
+
+    def _waiting_in(self, record: CollectiveRecord) -> list[int]:
+        return [r for r, other in self.blocked.items() if (other.group, other.seq) == (record.group, record.seq)]
+
+    def _is_absent(self, rank: int, record: CollectiveRecord) -> bool:
+        ledger = self.ledgers[rank]
+        own = next((r for r in ledger.in_group(record.group) if r.seq == record.seq), None)
+        if own is None:
+            return True
+        return ledger.end is not None and ledger.end.how != "returned" and own.state != "completed"
+
+
+def _blocked_in(ledger: Ledger) -> CollectiveRecord | None:
+    """The collective that a rank waits in, or that the transport threw it out of."""
+    waiting = ledger.waiting_in()
+    if waiting is not None:
+        return waiting
+    last = ledger.collectives[-1] if ledger.collectives else None
+    thrown_out = last is not None and last.state == "failed" and any(word in last.error for word in TRANSPORT)
+    return last if thrown_out and ledger.end is not None and ledger.end.how == "raised" else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A collective that some ranks are blocked in and some will never join."""
+
+    record: CollectiveRecord
+    waiting: tuple[int, ...]
+    absent: tuple[int, ...]
+    roots: tuple[int, ...]  # absent for a reason of their own
+
+
+def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
+    places = [place for place in _places(scene) if not _follows(place.record, mismatches)]
+    rooted = _one_per_root([place for place in places if place.roots])
+    if rooted:
+        return [_explain_hang(place, scene) for place in rooted]
+    return [_explain_cycle(places, scene)] if places and not mismatches else []
+
+
+def _one_per_root(places: Sequence[_Place]) -> list[_Place]:
+    """Of the places that wait for the same ranks, the one that was entered first."""
+    kept: list[_Place] = []
+    for place in sorted(places, key=lambda place: place.record.started_ns):
+        if not any(set(place.roots) <= set(other.roots) for other in kept):
+            kept.append(place)
+    return kept
+
+
+def _places(scene: _Scene) -> list[_Place]:
+    by_place: dict[tuple[str, int], list[int]] = {}
+    for rank, record in scene.blocked.items():
+        by_place.setdefault((record.group, record.seq), []).append(rank)
+    return [place for ranks in by_place.values() if (place := _place(ranks, scene)).absent]
+
+
+def _place(ranks: list[int], scene: _Scene) -> _Place:
+    record = scene.blocked[ranks[0]]
+    absent = tuple(rank for rank in scene.absent_from(record) if rank not in ranks)
+    roots = tuple(rank for rank in absent if rank not in scene.blocked)
+    return _Place(record, tuple(sorted(ranks)), absent, roots)
+
+
+def _follows(record: CollectiveRecord, mismatches: Sequence[Finding]) -> bool:
+    return any(m.group == record.group and m.seq is not None and record.seq >= m.seq for m in mismatches)
+
+
+def _explain_hang(place: _Place, scene: _Scene) -> Finding:
+    record, ranks = place.record, place.roots
+    frozen = all(scene.liveness[rank].state in ("stopped", "stalled") for rank in ranks)
+    fate = "which does not get there" if frozen else "which can never join"
+    return Finding(
+        kind="stall" if frozen else "hang",
+        ranks=ranks,
+        op=record.op,
+        seq=record.seq,
+        group=record.group,
+        step=record.step,
+        waiting_ranks=tuple(sorted(scene.blocked)),
+        text=f"{record.op} seq {record.seq} of group {record.group} waits for {name_ranks(ranks)}, {fate}",
+        causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks),
+    )
+
+
+def _explain_cycle(places: Sequence[_Place], scene: _Scene) -> Finding:
+    record = places[0].record
+    ranks = tuple(sorted({rank for place in places for rank in place.waiting}))
+    waits = [f"{name_ranks(p.waiting)} in {p.record.op} seq {p.record.seq} of group {p.record.group}" for p in places]
+    return Finding(
+        kind="hang",
+        ranks=ranks,
+        op=record.op,
+        seq=record.seq,
+        group=record.group,
+        step=record.step,
+        waiting_ranks=ranks,
+        text=f"ranks wait for each other in a circle: {'; '.join(waits)}",
+        causes=tuple(
+            Cause(rank=rank, text=f"rank {rank} waits for {name_ranks(place.absent)}", site=scene.blocked[rank].site)
+            for place in places
+            for rank in place.waiting
+        ),
+    )
+
+
+def _frozen(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
+    """Ranks that do not get anywhere although nobody waits for them."""
+    explained = {rank for finding in found for rank in finding.ranks}
+    frozen = [rank for rank, seen in enumerate(scene.liveness) if seen.state in ("stopped", "stalled")]
+    ranks = tuple(rank for rank in frozen if rank not in explained)
+    causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks)
+    text = f"{name_ranks(ranks)} made no progress outside any collective, and nobody waits there"
+    return [Finding(kind="stall", ranks=ranks, text=text, causes=causes)] if ranks else []
+
+
+def _cause_of_absence(ledger: Ledger, seen: Liveness) -> Cause:
+    last = ledger.collectives[-1] if ledger.collectives else None
+    after = f"after {last.op} seq {last.seq}" if last else "before any collective"
+    if ledger.end is None:
+        how = "is stopped" if seen.state == "stopped" else "is busy outside any collective"
+        told = f"rank {ledger.rank} {how} {after}" + (f": {seen.detail}" if seen.detail else "")
+        return Cause(rank=ledger.rank, text=told, site=seen.frames[0] if seen.frames else "")
+    return _cause_of_end(ledger, after)
+
+
+def _cause_of_end(ledger: Ledger, after: str) -> Cause:
+    end = ledger.end
+    assert end is not None
+    told = {
+        "returned": "returned",
+        "raised": f"raised {end.error_type}",
+        "exited": f"left with exit status {end.exit_code}",
+        "killed": f"was killed by {_signal_name(end.signal)}",
+    }[end.how]
+    text = f"rank {ledger.rank} {told} {after}" + (f": {end.message}" if end.message else "")
+    return Cause(rank=ledger.rank, text=text, error_type=end.error_type, site=end.site)
+
+
+def _signal_name(number: int | None) -> str:
+    known = number is not None and number in set(signal.Signals)
+    return signal.Signals(number).name if known and number is not None else f"signal {number}"
+
+
+def _crashes(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
+    explained = {rank for finding in found for rank in finding.ranks}
+    crashed = [rank for rank in scene.ended if _crashed(scene, rank, found) and rank not in explained]
+    if not crashed:
+        return []
+    ends = [scene.ledgers[rank].end for rank in crashed]
+    alike = len(crashed) == len(scene.ledgers) and len({(e.how, e.error_type, e.site) for e in ends if e}) == 1
+    causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in crashed)
+    text = "every rank ended with the same error" if alike else f"{name_ranks(crashed)} did not return"
+    return [Finding(kind="crash_all" if alike else "crash_one", ranks=tuple(crashed), text=text, causes=causes)]
+
+
+def _crashed(scene: _Scene, rank: int, found: Sequence[Finding]) -> bool:
+    ledger = scene.ledgers[rank]
+    if ledger.end is None or ledger.end.how == "returned" or rank in scene.blocked:
+        return False
+    last = ledger.collectives[-1] if ledger.collectives else None
+    return last is None or not _follows(last, found)
+
+
+def _shortfalls(scene: _Scene) -> list[Finding]:
+    """Ranks that returned like their peers and yet did less: no pass in silence."""
+    counts = [{name: len(ledger.in_group(name)) for name in ledger.groups} for ledger in scene.ledgers]
+    for group, members in {n: m for ledger in scene.ledgers for n, m in ledger.groups.items()}.items():
+        most = max(counts[rank].get(group, 0) for rank in members)
+        short = tuple(rank for rank in members if counts[rank].get(group, 0) < most)
+        if short:
+            return [_explain_shortfall(scene, group, short, most)]
+    return _fewer_checks(scene)
+
+
+def _explain_shortfall(scene: _Scene, group: str, short: tuple[int, ...], most: int) -> Finding:
+    fullest = next(ledger for ledger in scene.ledgers if len(ledger.in_group(group)) == most)
+    first = min(len(scene.ledgers[rank].in_group(group)) for rank in short) + 1
+    missed = fullest.in_group(group)[first - 1]
+    return Finding(
+        kind="mismatch",
+        ranks=short,
+        op=missed.op,
+        seq=first,
+        group=group,
+        step=missed.step,
+        text=f"{missed.op} seq {first} of group {group} was issued without {name_ranks(short)}, and nothing waited for it",
+        causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in short),
+    )
+
+
+def _fewer_checks(scene: _Scene) -> list[Finding]:
+    most = max(ledger.checks for ledger in scene.ledgers)
+    short = tuple(ledger.rank for ledger in scene.ledgers if ledger.checks < most)
+    text = f"{name_ranks(short)} checked less than the {most} results that their peers checked"
+    causes = tuple(Cause(rank=r, text=f"rank {r} made {scene.ledgers[r].checks} checks of {most}") for r in short)
+    return [Finding(kind="mismatch", ranks=short, text=text, causes=causes)] if short else []
+
+
+def _with_decision(finding: Finding, divergences: Sequence[Divergence]) -> Finding:
+    """Add what the ranks at fault had decided otherwise than their peers, up to the place where it broke."""
+    told = [c for d in divergences for c in d.causes() if c.rank in finding.ranks and _is_before(d, finding)]
+    return (
+        finding
+        if finding.kind == "diverge"
+        else replace(finding, causes=(*finding.causes, *told[: len(finding.ranks)]))
+    )
+
+
+def _is_before(divergence: Divergence, finding: Finding) -> bool:
+    return finding.seq is None or divergence.issued < finding.seq + 1

@@ -1,0 +1,187 @@
+"""Faults: one frozen dataclass each, keyed by rank and by where it strikes; the harness fires them, no selector knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tpbed.tp.ledger import WORLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AtCollective:
+    """Strikes when `rank` is about to issue collective `seq` of `group`, `times` times."""
+
+    rank: int
+    seq: int  # counts the rank's own collectives in the group, from 1
+    group: str = WORLD
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raise(_AtCollective):
+    """The rank raises instead of joining."""
+
+    message: str = "injected error"
+    kind: Literal["raise"] = "raise"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(_AtCollective):
+    """SIGKILL to the rank's process."""
+
+    kind: Literal["kill"] = "kill"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit(_AtCollective):
+    """The rank's process leaves through os._exit(1)."""
+
+    kind: Literal["exit"] = "exit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(_AtCollective):
+    """SIGSTOP to the rank's process: it never runs again."""
+
+    kind: Literal["stop"] = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall(_AtCollective):
+    """The rank computes for ever and never gets to the collective."""
+
+    kind: Literal["stall"] = "stall"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delay(_AtCollective):
+    """The rank is late by `seconds`."""
+
+    seconds: float = 0.0
+    kind: Literal["delay"] = "delay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip(_AtCollective):
+    """The rank does not issue the collective and goes on as if it had completed."""
+
+    kind: Literal["skip"] = "skip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra(_AtCollective):
+    """The rank issues the collective twice."""
+
+    kind: Literal["extra"] = "extra"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recast(_AtCollective):
+    """The rank contributes another dtype of the same shape."""
+
+    dtype: str = "bfloat16"
+    kind: Literal["recast"] = "recast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow(_AtCollective):
+    """The rank contributes one column less."""
+
+    kind: Literal["narrow"] = "narrow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided(_AtCollective):
+    """The rank contributes the same values through a view that is not contiguous: a column crop, or a transpose.
+
+    transposed: dense but permuted memory, which NCCL's check lets through; otherwise memory with holes, which it refuses.
+    """
+
+    transposed: bool = False
+    kind: Literal["strided"] = "strided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrupt(_AtCollective):
+    """The rank's contribution is negated on its way: the same dtype and shape, other values."""
+
+    kind: Literal["corrupt"] = "corrupt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AtStep:
+    """Strikes in step `step` of `rank`; steps count from 0."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(_AtStep):
+    """The rank returns before the step."""
+
+    kind: Literal["leave"] = "leave"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(_AtStep):
+    """The rank believes that the step has another number of rows."""
+
+    rows: int
+    kind: Literal["rows"] = "rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nudge(_AtStep):
+    """One logit of the rank's shard reads otherwise than its peers would have computed it."""
+
+    row: int
+    column: int  # of the shard
+    value: float
+    kind: Literal["nudge"] = "nudge"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spin(_AtStep):
+    """The rank's top-k kernel never returns."""
+
+    kind: Literal["spin"] = "spin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongScale:
+    """The rank's quantized head carries the scales of another rank's rows."""
+
+    rank: int
+    scale_of: int
+    kind: Literal["wrong_scale"] = "wrong_scale"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleMethod:
+    """The rank's dense head still carries the quant method of a packed one."""
+
+    rank: int
+    kind: Literal["stale_method"] = "stale_method"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedOnly:
+    """The rank's head keeps its packed weight and has lost its quant method."""
+
+    rank: int
+    kind: Literal["packed_only"] = "packed_only"
+
+
+CollectiveFault = Raise | Kill | Exit | Stop | Stall | Delay | Skip | Extra | Recast | Narrow | Strided | Corrupt
+StepFault = Leave | Rows | Nudge | Spin
+HeadFault = WrongScale | StaleMethod | PackedOnly
+Fault = CollectiveFault | StepFault | HeadFault
+
+
+def describe(fault: Fault) -> str:
+    """The fault as a person would write it: `kill rank=2 seq=3`; defaults are left out."""
+    defaults = {"kind": fault.kind, "group": WORLD, "times": 1}
+    fields = ((name, getattr(fault, name)) for name in fault.__dataclass_fields__)
+    return " ".join([fault.kind, *(f"{name}={value}" for name, value in fields if defaults.get(name) != value)])

@@ -1,0 +1,246 @@
+"""Injector: fires the faults planned for one rank, through what the harness hands to it - head, top-k, group, rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpbed.harness.faults import (
+    CollectiveFault,
+    Corrupt,
+    Delay,
+    Exit,
+    Extra,
+    Kill,
+    Leave,
+    Narrow,
+    Nudge,
+    PackedOnly,
+    Raise,
+    Recast,
+    Rows,
+    Skip,
+    Spin,
+    StaleMethod,
+    Stall,
+    Stop,
+    Strided,
+    WrongScale,
+    describe,
+)
+from tpbed.harness.inputs import build_head, build_shard
+from tpbed.harness.plan import Plan
+from tpbed.selector.topk import TopK, canonical_topk, contract_topk, default_topk, torch_topk
+from tpbed.tp.rank import Call, RankContext
+
+TOPKS: dict[str, TopK | None] = {
+    "contract": contract_topk,
+    "torch": torch_topk,
+    "canonical": canonical_topk,
+    "default": None,
+}
+F = TypeVar("F")
+FIRED = "fault"  # the mark that a planned fault leaves in the ledger; its value is the fault's index in the scenario
+
+
+class InjectedError(RuntimeError):
+    """What a rank raises because a fault says so."""
+
+
+class Injector:
+    """The faults of one rank in one run. Every one that fires is marked in the rank's ledger before it strikes."""
+
+    def __init__(self, plan: Plan, context: RankContext) -> None:
+        self._plan, self._context = plan, context
+        self._faults = [(i, f) for i, f in enumerate(plan.scenario.faults) if f.rank == context.rank]
+        self._fired: Counter[int] = Counter()
+        self._step = 0
+        self._overwrites = _overwrites_of(plan, context.rank)
+
+    def begin_step(self, step: int) -> bool:
+        """Say which step begins. Returns False if the rank is to leave instead."""
+        self._step = step
+        return not self._take(Leave)
+
+    def rows(self) -> int | None:
+        """How many rows this rank believes that the step has; None if it knows."""
+        return next((fault.rows for fault in self._take(Rows)), None)
+
+    def head(self) -> Any:
+        """The lm_head that this rank is given."""
+        scale_of = next((fault.scale_of for fault in self._take(WrongScale)), None)
+        head: Any = build_head(self._plan, self._context.rank, scale_of=scale_of)
+        if self._take(StaleMethod):
+            head = replace(head, quant_method=_PackedMethod())
+        if self._take(PackedOnly):
+            head = replace(head, quant_method=None)
+        return head
+
+    def topk(self) -> TopK:
+        """The top-k that this rank is given: the scenario's, and what happens to the logits on their way to it."""
+        given = TOPKS[self._plan.scenario.topk] or default_topk(self._context.device)
+
+        def planned_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+            if self._take(Spin):
+                self._context.die("stall", f"in top-k over {tuple(logits.shape)} logits")
+            for row, column, value in self._overwrites:
+                logits[row, column] = value
+            for fault in self._take(Nudge):
+                logits[fault.row, fault.column] = fault.value
+            return given(logits, k)
+
+        planned_topk.__name__ = getattr(given, "__name__", "topk")
+        return planned_topk
+
+    def on_collective(self, call: Call) -> Call | None:
+        """A hook of the recording group: what befalls this rank as it issues a collective."""
+        for index, fault in self._faults:
+            if isinstance(fault, get_args(CollectiveFault)) and self._strikes(index, fault, call):
+                self._mark(index)
+                changed = _STRIKE[type(fault)](fault, call, self._context)
+                if changed is None:
+                    return None
+                call = changed
+        return call
+
+    def _strikes(self, index: int, fault: Any, call: Call) -> bool:
+        return bool(fault.group == call.group and fault.seq == call.seq and self._fired[index] < fault.times)
+
+    def _take(self, kind: type[F]) -> list[F]:
+        taken = [
+            (i, f) for i, f in self._faults if isinstance(f, kind) and getattr(f, "step", self._step) == self._step
+        ]
+        for index, _ in taken:
+            self._mark(index)
+        return [fault for _, fault in taken]
+
+    def _mark(self, index: int) -> None:
+        self._fired[index] += 1
+        self._context.recorder.mark(FIRED, index)
+
+
+class _PackedMethod:
+    """What another head's packed format left behind: it reads parameters that a dense head does not have."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Read the packed scale, as if it were there."""
+        return torch.nn.functional.linear(x.float(), layer.weight.float() * layer.weight_scale)
+
+
+def _overwrites_of(plan: Plan, rank: int) -> list[tuple[int, int, float]]:
+    if not plan.scenario.overwrites:
+        return []
+    shard = build_shard(plan.scenario, rank)
+    local = [(one.row, one.token_id - shard.org_start, one.value) for one in plan.scenario.overwrites]
+    return [(row, column, value) for row, column, value in local if 0 <= column < shard.num_org]
+
+
+Strike = Callable[[Any, Call, RankContext], Call | None]
+
+
+def _raise(fault: Raise, call: Call, context: RankContext) -> None:
+    raise InjectedError(fault.message)
+
+
+def _kill(fault: Kill, call: Call, context: RankContext) -> None:
+    context.die("kill", describe(fault))
+
+
+def _exit(fault: Exit, call: Call, context: RankContext) -> None:
+    context.die("exit", describe(fault))
+
+
+def _stop(fault: Stop, call: Call, context: RankContext) -> Call:
+    context.die("stop", describe(fault))
+    return call  # it may be continued
+
+
+def _stall(fault: Stall, call: Call, context: RankContext) -> None:
+    context.die("stall", f"before {call.op} {call.seq}")
+
+
+def _delay(fault: Delay, call: Call, context: RankContext) -> Call:
+    context.sleep(fault.seconds)
+    return call
+
+
+def _skip(fault: Skip, call: Call, context: RankContext) -> None:
+    for out in _tensors(call.outputs):
+        out.zero_()  # where a collective was swallowed, what the buffers hold must not depend on the machine
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, Tensor):
+        return [nested]
+    return [tensor for part in nested or () for tensor in _tensors(part)]
+
+
+def _extra(fault: Extra, call: Call, context: RankContext) -> Call:
+    if call.payload is None:
+        dist.barrier()
+    else:
+        dist.all_gather([torch.empty_like(call.payload) for _ in range(context.world_size)], call.payload.clone())
+    return call
+
+
+def _recast(fault: Recast, call: Call, context: RankContext) -> Call:
+    return _contribute(call, lambda t: t.to(getattr(torch, fault.dtype)))
+
+
+def _narrow(fault: Narrow, call: Call, context: RankContext) -> Call:
+    return _contribute(call, lambda t: t[..., :-1].contiguous())
+
+
+def _strided(fault: Strided, call: Call, context: RankContext) -> Call:
+    return _contribute(call, _permute if fault.transposed else _crop)
+
+
+def _corrupt(fault: Corrupt, call: Call, context: RankContext) -> Call:
+    return _contribute(call, torch.neg)
+
+
+def _permute(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous().t()
+
+
+def _crop(tensor: Tensor) -> Tensor:
+    wide = torch.cat([tensor, torch.zeros_like(tensor)], dim=-1)
+    return wide[..., : tensor.shape[-1]]
+
+
+def _contribute(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """The call with another contribution, and output buffers that take it where it has another dtype or width."""
+    assert call.payload is not None
+    payload = change(call.payload)
+    inputs = [payload] if isinstance(call.inputs, list) else payload
+    outputs = call.outputs
+    if call.method == "allgather":
+        outputs = [[_buffer(out, payload) for out in outs] for outs in call.outputs]
+    return replace(call, payload=payload, inputs=inputs, outputs=outputs)
+
+
+def _buffer(out: Tensor, payload: Tensor) -> Tensor:
+    same = out.dtype == payload.dtype and out.shape == payload.shape
+    return out if same else torch.empty(payload.shape, dtype=payload.dtype, device=payload.device)
+
+
+_STRIKE: dict[type, Strike] = {
+    Raise: _raise,
+    Kill: _kill,
+    Exit: _exit,
+    Stop: _stop,
+    Stall: _stall,
+    Delay: _delay,
+    Skip: _skip,
+    Extra: _extra,
+    Recast: _recast,
+    Narrow: _narrow,
+    Strided: _strided,
+    Corrupt: _corrupt,
+}

@@ -1,0 +1,138 @@
+"""Inputs: the weights, hidden states and true logits of a plan, the same wherever they are computed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tpbed.harness.plan import Plan
+from tpbed.harness.scenario import HeadFormat, Logits, Scenario, ScenarioError
+from tpbed.harness.smollm2 import head_weight
+from tpbed.harness.smollm2 import hidden_states as trained_states
+from tpbed.selector.head import DenseHead
+from tpbed.selector.quantized import Fp8Head, dequantise_fp8, pack_fp8_per_channel
+from tpbed.selector.reference import error_bound, reference_logits
+from tpbed.selector.shard import VocabShard
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+LADDER = 8192  # distinct values from 1 upward that bfloat16 and float16 hold side by side with room above them
+
+
+def build_shard(scenario: Scenario, rank: int) -> VocabShard:
+    """The columns that `rank` holds.
+
+    Raises ShardError on every rank alike where the vocabulary cannot be shared so.
+    """
+    if scenario.widths is not None:
+        return VocabShard.uneven(rank, scenario.widths)
+    return VocabShard.even(
+        rank, scenario.world_size, scenario.org_vocab_size, scenario.added_vocab_size, scenario.pad_to
+    )
+
+
+def build_head(plan: Plan, rank: int, *, scale_of: int | None = None) -> DenseHead | Fp8Head:
+    """The lm_head of one rank: its rows of the whole weight, dense or packed.
+
+    scale_of: the rank whose scales a packed head carries by mistake; None for its own.
+    """
+    scenario, shard = plan.scenario, build_shard(plan.scenario, rank)
+    weight = full_weight(plan)
+    if scenario.head != "fp8":
+        return DenseHead.from_full(weight, shard, padding=scenario.pad_fill)
+    packed, scale = _packed(_weight_key(scenario), plan.weight_seed)
+    scales = build_shard(scenario, rank if scale_of is None else scale_of).shard_rows(scale)
+    return Fp8Head(weight=shard.shard_rows(packed), weight_scale=scales, shard=shard)
+
+
+def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:
+    """What the head multiplies in a step: (rows, hidden_size) in the head's logits dtype.
+
+    rows: how many, where a rank believes something else than the scenario says.
+    """
+    scenario = plan.scenario
+    wanted = scenario.rows if rows is None else rows
+    if scenario.logits == "gaussian":
+        draw = torch.Generator().manual_seed(plan.step_seeds[step])
+        states = torch.randn(wanted, scenario.hidden_size, generator=draw)
+    else:
+        whole = trained_states() if scenario.logits == "smollm2" else torch.eye(scenario.hidden_size)
+        states = whole[(torch.arange(wanted) + step * scenario.rows) % len(whole)]
+    return states.to(DTYPES[scenario.head])
+
+
+def true_logits(plan: Plan, step: int) -> tuple[Tensor, Tensor]:
+    """The unsharded logits of a step in float64, and how far a right computation may be from each.
+
+    Returns two (rows, org_vocab_size) float64 tensors. The rounding point is the head's logits dtype. Planted logits are
+    products with one single term, so they are exact and their bound is zero.
+    """
+    scenario = plan.scenario
+    hidden, weight = hidden_states(plan, step), _true_weight(plan)
+    logits = reference_logits(hidden, weight)
+    if scenario.logits in ("gaussian", "smollm2") or scenario.head == "fp8":
+        bound = error_bound(hidden, weight, DTYPES[scenario.head])
+    else:
+        bound = torch.zeros_like(logits)
+    for one in scenario.overwrites:
+        logits[one.row, one.token_id], bound[one.row, one.token_id] = one.value, 0.0
+    return logits, bound
+
+
+def full_weight(plan: Plan) -> Tensor:
+    """The whole head before packing and padding: (org_vocab_size + added_vocab_size, hidden_size), shared: do not write."""
+    return _weight(_weight_key(plan.scenario), plan.weight_seed)
+
+
+def _true_weight(plan: Plan) -> Tensor:
+    org = plan.scenario.org_vocab_size
+    if plan.scenario.head != "fp8":
+        return full_weight(plan)[:org]
+    packed, scale = _packed(_weight_key(plan.scenario), plan.weight_seed)
+    return dequantise_fp8(packed[:org], scale[:org])
+
+
+_WeightKey = tuple[int, int, HeadFormat, Logits]  # tokens, hidden_size, head, logits
+
+
+def _weight_key(scenario: Scenario) -> _WeightKey:
+    tokens = scenario.org_vocab_size + scenario.added_vocab_size
+    return tokens, scenario.hidden_size, scenario.head, scenario.logits
+
+
+@lru_cache(maxsize=4)
+def _packed(key: _WeightKey, seed: int) -> tuple[Tensor, Tensor]:
+    return pack_fp8_per_channel(_weight(key, seed))
+
+
+@lru_cache(maxsize=8)
+def _weight(key: _WeightKey, seed: int) -> Tensor:
+    tokens, hidden_size, head, logits = key
+    if logits == "smollm2":
+        return head_weight(DTYPES[head])[:tokens]
+    draw = torch.Generator().manual_seed(seed)
+    if logits == "gaussian":
+        return torch.randn(tokens, hidden_size, generator=draw).to(DTYPES[head])
+    ranks = torch.stack([torch.randperm(tokens, generator=draw) for _ in range(hidden_size)], dim=1)
+    return _planted(ranks, tokens, logits).to(DTYPES[head])
+
+
+def _planted(ranks: Tensor, tokens: int, logits: Logits) -> Tensor:
+    if logits == "equal":
+        return torch.ones_like(ranks, dtype=torch.float32)
+    if logits == "tied":
+        return ladder(ranks // 4)
+    if logits == "distinct":
+        return ladder((ranks - max(tokens - LADDER, 0)).clamp_min(0))
+    if logits == "negative":
+        return -ladder((tokens - 1 - ranks).clamp_max(LADDER - 1))
+    raise ScenarioError(f"logits={logits!r} are not planted: use distinct, negative, tied or equal.")
+
+
+def ladder(rungs: Tensor) -> Tensor:
+    """Distinct float32 values for whole numbers: the rung-th bfloat16 from 1 upward, exact in float16 up to rung 1,919.
+
+    rungs: int64, 0 to 16,255.
+    """
+    return (rungs.to(torch.int32) + 0x3F80).to(torch.int16).view(torch.bfloat16).float()

@@ -1,0 +1,220 @@
+"""find_mismatches: ranks that met in the same collective with different calls, and which of them is the odd one out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tpbed.harness.findings import Cause, Finding, name_ranks
+from tpbed.tp.ledger import CollectiveRecord, Ledger
+
+Meeting = dict[int, CollectiveRecord]  # by rank: what each issued as its collective `seq` of a group
+FIELDS = ("op", "dtype", "shape", "reduce_op", "root", "step")
+RAGGED = frozenset({"all_to_all", "gather_object"})  # ops whose contributions may differ in shape between ranks
+
+
+def find_mismatches(ledgers: Sequence[Ledger]) -> list[Finding]:
+    """The first mismatch of each group: another op, dtype, shape, reduce op, root or step at the same seq.
+
+    Ranks that are out of step while their shapes match are found by step label, or, where a program has none, by call
+    sites: a rank at a place that its peers pass at another seq.
+    """
+    groups = dict.fromkeys(name for ledger in ledgers for name in ledger.groups)
+    found = (_first_of_group(name, ledgers) for name in groups)
+    return [finding for finding in found if finding is not None]
+
+
+def _first_of_group(group: str, ledgers: Sequence[Ledger]) -> Finding | None:
+    history = [record for ledger in ledgers for record in ledger.in_group(group)]
+    users = _users_of_sites(group, ledgers)
+    for seq, meeting in _meetings(group, ledgers):
+        if len({_signature(r) for r in meeting.values()}) > 1 or _passed_elsewhere(meeting, users):
+            return _explain(group, seq, meeting, history, ledgers)
+    return None
+
+
+def _meetings(group: str, ledgers: Sequence[Ledger]) -> Iterator[tuple[int, Meeting]]:
+    by_seq: dict[int, Meeting] = {}
+    for ledger in ledgers:
+        for record in ledger.in_group(group):
+            by_seq.setdefault(record.seq, {})[ledger.rank] = record
+    yield from sorted(by_seq.items())
+
+
+def _signature(record: CollectiveRecord) -> tuple[object, ...]:
+    return tuple("" if name == "shape" and record.op in RAGGED else getattr(record, name) for name in FIELDS)
+
+
+def _users_of_sites(group: str, ledgers: Sequence[Ledger]) -> dict[str, set[int]]:
+    users: dict[str, set[int]] = {}
+    for ledger in ledgers:
+        for record in ledger.in_group(group):
+            users.setdefault(record.site, set()).add(ledger.rank)
+    return users
+
+
+def _passed_elsewhere(meeting: Meeting, users: dict[str, set[int]]) -> bool:
+    """Whether call sites differ here and are no roles: every rank that is here passes each of these places sometime."""
+    sites = {record.site for record in meeting.values()}
+    return len(sites) > 1 and all(users[site].issuperset(meeting) for site in sites)
+
+
+@dataclass(frozen=True, slots=True)
+class _Camp:
+    """Ranks that issued the same thing."""
+
+    ranks: tuple[int, ...]
+    record: CollectiveRecord
+
+
+def _explain(
+    group: str, seq: int, meeting: Meeting, history: Sequence[CollectiveRecord], ledgers: Sequence[Ledger]
+) -> Finding:
+    camps = _camps(meeting)
+    odd = _odd_ranks(camps, seq, history) or _off_pattern(group, camps, ledgers) or tuple(sorted(meeting))
+    usual = next((camp for camp in camps if not set(camp.ranks) & set(odd)), camps[0])
+    differs = _differences(camps)
+    calls = "; ".join(f"{name_ranks(c.ranks)} {_call(c.record, differs)}" for c in camps)
+    return Finding(
+        kind="mismatch",
+        ranks=odd,
+        op=usual.record.op,
+        seq=seq,
+        group=group,
+        step=min((record.step for record in meeting.values()), key=_step_order),
+        text=f"seq {seq} of group {group} is not the same collective on every rank: {calls}",
+        causes=tuple(_cause(rank, meeting[rank], usual, ledgers[rank]) for rank in odd),
+    )
+
+
+def _camps(meeting: Meeting) -> list[_Camp]:
+    ranks: dict[tuple[object, ...], list[int]] = {}
+    for rank, record in sorted(meeting.items()):
+        ranks.setdefault((*_signature(record), record.site), []).append(rank)
+    return sorted((_Camp(tuple(r), meeting[r[0]]) for r in ranks.values()), key=lambda camp: -len(camp.ranks))
+
+
+def _odd_ranks(camps: list[_Camp], seq: int, history: Sequence[CollectiveRecord]) -> tuple[int, ...]:
+    """Everybody outside the largest camp; between equal camps, those whose call was never made like this before."""
+    if len(camps) > 1 and len(camps[0].ranks) == len(camps[1].ranks):
+        camps = sorted(camps, key=lambda camp: -_precedents(camp.record, seq, history))
+        if _precedents(camps[0].record, seq, history) == _precedents(camps[1].record, seq, history):
+            return ()
+    return tuple(sorted(rank for camp in camps[1:] for rank in camp.ranks))
+
+
+def _precedents(record: CollectiveRecord, seq: int, history: Sequence[CollectiveRecord]) -> int:
+    return sum(
+        other.seq < seq
+        and (other.op, other.dtype, other.shape, other.site) == (record.op, record.dtype, record.shape, record.site)
+        for other in history
+    )
+
+
+def _off_pattern(group: str, camps: list[_Camp], ledgers: Sequence[Ledger]) -> tuple[int, ...]:
+    """The ranks that issued another number of collectives in a finished step than is usual for steps of this run."""
+    ranks = sorted(rank for camp in camps for rank in camp.ranks)
+    counts = {rank: _counts_of_finished_steps(ledgers[rank], group) for rank in ranks}
+    usual = Counter(count for by_step in counts.values() for count in by_step.values()).most_common(1)
+    if not usual:
+        return ()
+    odd = tuple(rank for rank in ranks if set(counts[rank].values()) - {usual[0][0]})
+    return odd if len(odd) < len(ranks) else ()
+
+
+def _counts_of_finished_steps(ledger: Ledger, group: str) -> dict[str, int]:
+    counts = dict.fromkeys(ledger.steps[: None if ledger.end and ledger.end.how == "returned" else -1], 0)
+    for record in ledger.in_group(group):
+        if record.step in counts:
+            counts[record.step] += 1
+    return counts
+
+
+def _differences(camps: list[_Camp]) -> tuple[str, ...]:
+    names = tuple(name for name in FIELDS if len({getattr(camp.record, name) for camp in camps}) > 1)
+    return names or ("site",)
+
+
+def _call(record: CollectiveRecord, differs: tuple[str, ...]) -> str:
+    told = [record.op, f"{record.dtype} {record.shape}" if record.dtype else ""]
+    told += [
+        f"{name.replace('_', ' ')}={getattr(record, name)}" for name in differs if name in ("reduce_op", "root", "step")
+    ]
+    return " ".join([*filter(None, told), f"at {record.site}"])
+
+
+def _cause(rank: int, record: CollectiveRecord, usual: _Camp, ledger: Ledger) -> Cause:
+    if record.step != usual.record.step:
+        text = f"rank {rank} is out of step: it is in step {record.step}, its peers are in step {usual.record.step}"
+    elif record.dtype != usual.record.dtype or record.shape != usual.record.shape:
+        text = f"rank {rank} contributes {record.dtype} {record.shape}, not {usual.record.dtype} {usual.record.shape}"
+    else:
+        text = f"rank {rank} calls {record.op} at {record.site}, not {usual.record.op} at {usual.record.site}"
+    return Cause(rank=rank, text=text, site=record.site)
+
+
+def _step_order(step: str) -> tuple[int, str]:
+    return (int(step), "") if step.isdecimal() else (0, step)
+
+
+def find_strided(ledgers: Sequence[Ledger]) -> list[Finding]:
+    """The first collective of each group whose contribution is not contiguous on some rank.
+
+    gloo sends a strided view without a word, in whatever order its memory has; NCCL refuses memory with holes on that rank
+    alone, and sends dense permuted memory as it lies.
+    Source: PyTorch's ProcessGroupNCCL, check of non-overlapping and dense tensors (pull request 76142).
+    """
+    first: dict[str, dict[int, CollectiveRecord]] = {}
+    for ledger in ledgers:
+        for record in ledger.collectives:
+            if not _is_contiguous(record):
+                first.setdefault(record.group, {}).setdefault(ledger.rank, record)
+    return [_explain_strides(group, by_rank) for group, by_rank in first.items()]
+
+
+def _explain_strides(group: str, by_rank: Meeting) -> Finding:
+    seq = min(record.seq for record in by_rank.values())
+    here = {rank: record for rank, record in by_rank.items() if record.seq == seq}
+    record = next(iter(here.values()))
+    return Finding(
+        kind="mismatch",
+        ranks=tuple(sorted(here)),
+        op=record.op,
+        seq=seq,
+        group=group,
+        step=record.step,
+        text=f"{record.op} seq {seq} of group {group} sends a view that is not contiguous from {name_ranks(list(here))}",
+        causes=tuple(_stride_cause(rank, record) for rank, record in sorted(here.items())),
+    )
+
+
+def _stride_cause(rank: int, record: CollectiveRecord) -> Cause:
+    view = f"rank {rank} contributes shape {record.shape} with strides {record.stride}"
+    if _is_dense(record):
+        return Cause(
+            rank=rank, text=f"{view}: NCCL sends the memory as it lies, permuted and without a word", site=record.site
+        )
+    return Cause(
+        rank=rank, text=f'{view}: NCCL raises "Tensors must be contiguous" on this rank alone', site=record.site
+    )
+
+
+def _is_contiguous(record: CollectiveRecord) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(record.shape), reversed(record.stride), strict=True):
+        if size == 0:
+            return True
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_dense(record: CollectiveRecord) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(record.stride, record.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

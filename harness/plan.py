@@ -1,0 +1,33 @@
+"""make_plan: a scenario and a seed in, a Plan out; every random choice of a run is made here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tpbed.harness.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that a run depends on: the same plan gives every rank the same inputs and faults, wherever it runs."""
+
+    scenario: Scenario
+    seed: int
+    weight_seed: int
+    step_seeds: tuple[int, ...]  # one per step, for its hidden states
+
+
+def make_plan(scenario: Scenario, *, seed: int) -> Plan:
+    """Draw the seeds of the weights and of every step.
+
+    seed: any int; the same scenario and seed give the same plan.
+    """
+    draw = random.Random(f"{scenario.name}/{seed}")
+    weight_seed = draw.getrandbits(31)
+    return Plan(
+        scenario=scenario,
+        seed=seed,
+        weight_seed=weight_seed,
+        step_seeds=tuple(draw.getrandbits(31) for _ in range(scenario.steps)),
+    )

@@ -1,0 +1,50 @@
+"""run_plan: the rank program of every scenario - the same on every rank and in every world."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from tpbed.harness.inject import Injector
+from tpbed.harness.inputs import hidden_states
+from tpbed.harness.mutants import SELECTORS
+from tpbed.harness.plan import Plan
+from tpbed.selector.select import Candidates
+from tpbed.tp.rank import current
+from tpbed.tp.world import RankProgram
+
+ANSWER = "answer"  # the mark that a step's candidates leave in the ledger, so that they outlive the rank
+
+
+def rank_program(plan: Plan) -> RankProgram:
+    """The program that `World.run` takes: it carries the whole plan."""
+    return partial(run_plan, plan)
+
+
+def run_plan(plan: Plan, rank: int) -> None:
+    """Run every step of a plan on one rank and write its answers to the ledger."""
+    context = current()
+    injector = Injector(plan, context)
+    context.hooks.append(injector.on_collective)
+    head = injector.head()
+    for step in range(plan.scenario.steps):
+        context.recorder.step(str(step))
+        if not injector.begin_step(step):
+            return
+        answer = _select(plan, step, injector, head)
+        context.recorder.mark(ANSWER, {"ids": answer.ids.tolist(), "values": answer.values.tolist()})
+        context.recorder.check()
+
+
+def _select(plan: Plan, step: int, injector: Injector, head: Any) -> Candidates:
+    context = current()
+    return SELECTORS[plan.scenario.selector](
+        hidden_states(plan, step, rows=injector.rows()).to(context.device),
+        head,
+        k=plan.scenario.k,
+        group=dist.group.WORLD,
+        topk=injector.topk(),
+        note=context.recorder.decision,
+    )

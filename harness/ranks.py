@@ -1,0 +1,51 @@
+"""Ranks: warm worlds for tests and scripts - run a program on every rank, get its results or the explanation of its end."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from tpbed.harness.diagnose import diagnose
+from tpbed.harness.findings import Finding
+from tpbed.harness.report import explain
+from tpbed.harness.worlds import open_world
+from tpbed.tp.world import RankProgram, World, WorldRun
+
+
+class RanksFailed(AssertionError):
+    """A program did not end well on every rank; the message is the explanation, as the command line prints it."""
+
+    def __init__(self, message: str, findings: tuple[Finding, ...], run: WorldRun) -> None:
+        super().__init__(message)
+        self.findings, self.run = findings, run
+
+
+class Ranks:
+    """Worlds by kind and size, each opened at first use and kept warm until `close`."""
+
+    def __init__(self, *, default_world: str = "sim") -> None:
+        self._default, self._stack = default_world, ExitStack()
+        self._worlds: dict[tuple[str, int], World] = {}
+
+    def __call__(
+        self, program: RankProgram, *, world_size: int, world: str | None = None, stall_after_s: float = 10.0
+    ) -> tuple[Any, ...]:
+        """Run `program` on every rank. Returns its results, by rank.
+
+        Raises RanksFailed if a rank raised, died, hung, stalled, or met its peers in another collective than they.
+        """
+        run = self._world(world or self._default, world_size).run(program, stall_after_s=stall_after_s)
+        findings = diagnose(run.ledgers, run.liveness)
+        if findings:
+            raise RanksFailed(explain(findings, run), findings, run)
+        return run.results
+
+    def close(self) -> None:
+        """End all ranks; idempotent."""
+        self._worlds.clear()
+        self._stack.close()
+
+    def _world(self, kind: str, world_size: int) -> World:
+        if (kind, world_size) not in self._worlds:
+            self._worlds[kind, world_size] = self._stack.enter_context(open_world(kind, world_size))
+        return self._worlds[kind, world_size]

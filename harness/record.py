@@ -1,0 +1,84 @@
+"""RunRecord: what the ranks of one run reported, with the plan that they had; nothing in it is inferred."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from tpbed.harness.plan import Plan
+from tpbed.tp.errors import TestbedError
+from tpbed.tp.ledger import Ledger
+from tpbed.tp.world import Liveness, WorldRun
+
+
+class RecordError(TestbedError):
+    """A file that is no run record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run: enough to judge it again without ranks, on any machine."""
+
+    plan: Plan
+    world: str
+    ledgers: tuple[Ledger, ...]
+    liveness: tuple[Liveness, ...]
+    stuck: tuple[int, ...]
+    proof_ms: float | None
+    recovery_ms: float | None
+    replaced: tuple[int, ...]
+    elapsed_s: float
+    torch_version: str
+
+    @classmethod
+    def of(cls, plan: Plan, run: WorldRun, *, elapsed_s: float) -> RunRecord:
+        """Put a plan and what a world saw of it together."""
+        return cls(
+            plan=plan,
+            world=run.world,
+            ledgers=run.ledgers,
+            liveness=run.liveness,
+            stuck=run.stuck,
+            proof_ms=run.proof_ms,
+            recovery_ms=run.recovery_ms,
+            replaced=run.replaced,
+            elapsed_s=elapsed_s,
+            torch_version=torch.__version__,
+        )
+
+
+def save_record(record: RunRecord, path: Path) -> None:
+    """Write a record as JSON (NaN and infinities as JavaScript writes them); parents are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_adapter().dump_python(record)) + "\n")
+
+
+def load_record(path: Path) -> RunRecord:
+    """Read what save_record wrote.
+
+    Raises RecordError for a file that is missing, cut short, or not a record of this version.
+    """
+    try:
+        record: RunRecord = _adapter().validate_python(json.loads(path.read_text()))
+        return record
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}. Give the record.json of a run.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RecordError(
+            f"{path} is no run record of this version: {place or 'it'} - {first['msg']}. Give the record.json of a run."
+        ) from error
+    except ValueError as error:
+        raise RecordError(f"{path} is not whole JSON ({error}): it may have been cut short. Run it again.") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Any]:
+    return TypeAdapter(RunRecord)

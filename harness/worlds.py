@@ -1,0 +1,33 @@
+"""open_world: a world by its short name, as marks, scenarios and the command line write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tpbed.tp.errors import TestbedError
+from tpbed.tp.world import World
+
+Progress = Callable[[str], None]
+
+
+class UnknownWorldError(TestbedError):
+    """A name that no world has."""
+
+
+def open_world(
+    kind: str, world_size: int, *, ray_address: str | None = None, progress: Progress | None = None
+) -> World:
+    """A world of `world_size` ranks: "sim" (this process), "gloo" (Ray actors, CPU) or "nccl" (Ray actors, a GPU each).
+
+    ray_address: a cluster to join, for the worlds on Ray. progress: told what a slow start is at.
+    Raises UnknownWorldError for another name; what the world itself raises where it cannot be formed here.
+    """
+    if kind == "sim":
+        from tpbed.tp.simulated import SimulatedWorld
+
+        return SimulatedWorld(world_size=world_size)
+    if kind in ("gloo", "nccl"):
+        from tpbed.tp.ray_world import RayWorld  # loads Ray: seconds
+
+        return RayWorld(world_size=world_size, backend=kind, ray_address=ray_address, progress=progress)
+    raise UnknownWorldError(f"world={kind!r} is none of sim, gloo, nccl: use one of these.")

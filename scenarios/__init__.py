@@ -1,0 +1,23 @@
+"""CATALOGUE: every scenario by name. A name that is used twice stops the import."""
+
+from tpbed.harness.scenario import Scenario, ScenarioError
+from tpbed.scenarios import (
+    checker,
+    divergence,
+    geometry,
+    hang,
+    healthy,
+    lifecycle,
+    mismatch,
+    quantized,
+    real,
+    slow,
+    ties,
+)
+
+CATALOGUE: dict[str, Scenario] = {}
+for _file in (hang, healthy, geometry, mismatch, divergence, ties, quantized, slow, lifecycle, checker, real):
+    for _scenario in _file.SCENARIOS:
+        if _scenario.name in CATALOGUE:
+            raise ScenarioError(f"two scenarios are named {_scenario.name}: give one of them another name.")
+        CATALOGUE[_scenario.name] = _scenario

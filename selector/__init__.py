@@ -1,0 +1,63 @@
+"""tpbed.selector: the k best tokens of a vocabulary that is sharded over tensor-parallel ranks.
+
+`compute_candidates` is the selector; `tpbed.selector.reference` holds the unsharded answer that it is judged by.
+"""
+
+from tpbed.selector.admission import AdmissionError, Ruling, admit, admits_quant_method, is_dense_head
+from tpbed.selector.errors import SelectionError
+from tpbed.selector.head import DenseHead, HeadError, LmHead, QuantMethod
+from tpbed.selector.merge import merge_gathered, two_gather_merge
+from tpbed.selector.project import project_candidate_logits
+from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
+from tpbed.selector.reference import Discrepancy, error_bound, explain_candidates, reference_logits, reference_topk
+from tpbed.selector.select import Candidates, Note, compute_candidates
+from tpbed.selector.shard import NO_TOKEN, ShardError, VocabShard
+from tpbed.selector.topk import (
+    TopK,
+    canonical_topk,
+    check_topk_contract,
+    contract_topk,
+    default_topk,
+    flashinfer_topk,
+    torch_topk,
+)
+from tpbed.selector.unary import unary_transform
+
+__all__ = [
+    "NO_TOKEN",
+    "AdmissionError",
+    "Candidates",
+    "DenseHead",
+    "Discrepancy",
+    "Fp8Head",
+    "Fp8PerChannelMethod",
+    "HeadError",
+    "LmHead",
+    "Note",
+    "QuantMethod",
+    "Ruling",
+    "SelectionError",
+    "ShardError",
+    "TopK",
+    "VocabShard",
+    "admit",
+    "admits_quant_method",
+    "canonical_topk",
+    "check_topk_contract",
+    "compute_candidates",
+    "contract_topk",
+    "default_topk",
+    "dequantise_fp8",
+    "error_bound",
+    "explain_candidates",
+    "flashinfer_topk",
+    "is_dense_head",
+    "merge_gathered",
+    "pack_fp8_per_channel",
+    "project_candidate_logits",
+    "reference_logits",
+    "reference_topk",
+    "torch_topk",
+    "two_gather_merge",
+    "unary_transform",
+]

@@ -1,0 +1,140 @@
+"""compute_candidates: project, local top-k, offset, gather, merge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpbed.selector.admission import Path, admit
+from tpbed.selector.errors import SelectionError
+from tpbed.selector.head import DENSE_DTYPES, LmHead
+from tpbed.selector.merge import merge_gathered, pad_candidates, two_gather_merge
+from tpbed.selector.project import project_candidate_logits
+from tpbed.selector.shard import NO_TOKEN, VocabShard
+from tpbed.selector.topk import TopK, default_topk, empty_topk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """The k best tokens of each row over the whole vocabulary, best first, ties to the lower id.
+
+    ids: (rows, k) int64, -1 where no token is left. values: (rows, k) float32, the head's logits, -inf beside an id
+    of -1. In a row whose logits hold NaN every id is -1 and every value NaN.
+    """
+
+    ids: Tensor
+    values: Tensor
+
+
+class Note(Protocol):
+    """Where a rank writes down a choice that it took on its own: its name, its outcome and the reason."""
+
+    def __call__(self, name: str, value: object, because: str) -> None: ...
+
+
+def compute_candidates(
+    hidden: Tensor,
+    head: LmHead,
+    *,
+    k: int,
+    group: dist.ProcessGroup | None,
+    topk: TopK | None = None,
+    note: Note | None = None,
+) -> Candidates:
+    """Choose the k best tokens of the whole vocabulary for each row; every rank calls this and gets the same answer.
+
+    hidden: (rows, hidden units) float16, bfloat16 or float32, the same on every rank; no row at all is a step too.
+    k: tokens per row, 1 to org_vocab_size; may exceed what a shard holds.
+    group: the ranks that share the vocabulary, None for the default group; not looked at if world_size is 1.
+    topk: local kernel, default_topk of the device if None; without canonical_topk, which of the tokens that tie with
+    the k-th value of a shard survive there is the kernel's choice.
+    note: told "admission", "topk" and "local_k" before the first collective.
+    Cost: the head's product, one local top-k, two all_gathers of k * 12 bytes per row and rank together.
+    Raises SelectionError on every rank alike, before any collective.
+    """
+    note = note or _ignore
+    path, because = check_request(hidden, head, k=k, group=group)
+    note("admission", path, because=because)
+    logits = project_candidate_logits(hidden, head)
+    values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note), note)
+    if head.shard.world_size == 1:
+        values, ids = merge_gathered(*pad_candidates(values.float(), ids, k), k)
+    else:
+        values, ids = two_gather_merge(values, ids, k=k, group=group)
+    return Candidates(ids=ids, values=values)
+
+
+def check_request(hidden: Tensor, head: LmHead, *, k: int, group: dist.ProcessGroup | None) -> tuple[Path, str]:
+    """Raise SelectionError for a request that cannot be served, from sizes and types that every rank sees alike.
+
+    Returns the path that the head takes and the reason, as `admit` does.
+    """
+    shard = getattr(head, "shard", None)
+    if not isinstance(shard, VocabShard):
+        raise SelectionError(
+            f"{type(head).__name__} has no shard, so its rows have no token ids: give it a VocabShard."
+        )
+    _check_k(k, shard)
+    _check_group(shard, group)
+    path, because = admit(head)
+    _check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
+    return path, because
+
+
+def _check_k(k: int, shard: VocabShard) -> None:
+    if not 1 <= k <= shard.org_vocab_size:
+        raise SelectionError(
+            f"k={k} tokens per row cannot be chosen from org_vocab_size={shard.org_vocab_size}: "
+            f"use k from 1 to {shard.org_vocab_size}."
+        )
+
+
+def _check_hidden(hidden: Tensor, units: int | None) -> None:
+    if hidden.ndim != 2 or hidden.dtype not in DENSE_DTYPES:
+        raise SelectionError(
+            f"hidden is {hidden.dtype} with shape {tuple(hidden.shape)}, but one row per token is needed: "
+            f"give (rows, hidden units) in float16, bfloat16 or float32."
+        )
+    if units is not None and hidden.shape[1] != units:
+        raise SelectionError(
+            f"hidden has {hidden.shape[1]} units per row, but the head multiplies {units}: "
+            f"give hidden states of the model that the head belongs to."
+        )
+
+
+def _check_group(shard: VocabShard, group: dist.ProcessGroup | None) -> None:
+    if shard.world_size == 1:
+        return
+    if group is None and not dist.is_initialized():
+        raise SelectionError(
+            f"the vocabulary is shared by world_size={shard.world_size} ranks, but torch.distributed has no default "
+            f"group: call init_process_group first, or give a group."
+        )
+    if (size := dist.get_world_size(group)) != shard.world_size:
+        raise SelectionError(
+            f"the vocabulary is shared by world_size={shard.world_size} ranks, but the group has {size}: "
+            f"give the group that the head was sharded over."
+        )
+
+
+def _chosen_topk(topk: TopK | None, logits: Tensor, note: Note) -> TopK:
+    chosen = default_topk(logits.device) if topk is None else topk
+    because = f"default for {logits.device.type}" if topk is None else "given by the caller"
+    note("topk", getattr(chosen, "__name__", type(chosen).__name__), because=because)
+    return chosen
+
+
+def _local_candidates(logits: Tensor, shard: VocabShard, k: int, topk: TopK, note: Note) -> tuple[Tensor, Tensor]:
+    local_k = min(k, logits.shape[1])
+    note("local_k", local_k, because=f"k={k}, width={logits.shape[1]}")
+    nothing = local_k == 0 or logits.shape[0] == 0  # a kernel may not survive it; the gathers are joined all the same
+    values, columns = empty_topk(logits, local_k) if nothing else topk(logits, local_k)
+    return values, (columns.long() + shard.org_start).masked_fill(values == -inf, NO_TOKEN)
+
+
+def _ignore(name: str, value: object, because: str) -> None:
+    """Take note of nothing."""

@@ -1,0 +1,105 @@
+"""Local top-k: flashinfer's radix kernel, torch's, the canonical one, and the contract that callers are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tpbed.selector.errors import SelectionError
+
+TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Logits (rows, width) and k to values (rows, k) in the logits' dtype and columns (rows, k) int64, best first.
+
+The caller's side, which flashinfer needs and `check_topk_contract` states: two dimensions, contiguous, float16,
+bfloat16 or float32, at least one row, and k from 1 to width. Which of equal values comes first, or survives at all, is
+the kernel's own.
+"""
+
+TOPK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def torch_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """torch.topk, sorted; every NaN ranks first, the order among equals is open (PyTorch documentation, torch.topk)."""
+    values, columns = torch.topk(logits, k, dim=-1, sorted=True)
+    return values, columns
+
+
+def canonical_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Value descending, then column ascending, -0 equal to +0, NaN first: the one order that sharding cannot change.
+
+    Cost: a stable sort of the whole row.
+    """
+    values, columns = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True)  # -0 + 0 is +0
+    return values[:, :k], columns[:, :k]
+
+
+def flashinfer_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """flashinfer.top_k, sorted and deterministic: repeatable, but neither canonical nor TP-invariant among equals.
+
+    logits: (rows, width) on CUDA, contiguous; no row or k=0 gives empty tensors without a launch (0.7.2 leaves a CUDA
+    error behind for no row and ends the process for no column). NaN ranks first or last, by its sign bit.
+    Keeps the current CUDA device, which flashinfer changes.
+    Raises SelectionError if k exceeds width, where flashinfer returns garbage ids, and RuntimeError for a strided view.
+    Source: flashinfer.top_k, measured on one H200 with flashinfer-python 0.7.2.
+    """
+    if not 0 <= k <= logits.shape[-1]:
+        raise SelectionError(f"k={k} exceeds the {logits.shape[-1]} columns of this shard: ask for min(k, width).")
+    if k == 0 or logits.shape[0] == 0:
+        return empty_topk(logits, k)
+    top_k = import_module("flashinfer").top_k  # slow to import, and absent on CPU machines
+    with torch.cuda.device(logits.device):
+        values, columns = top_k(logits, k, sorted=True, deterministic=True)
+    return values, columns
+
+
+def empty_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The answer where there is nothing to rank, k=0 or no row: (rows, k) tensors without an element."""
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape), torch.empty(shape, dtype=torch.int64, device=logits.device)
+
+
+def contract_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Refuse what flashinfer refuses, then answer with torch_topk: stands in for flashinfer on CPU tensors."""
+    check_topk_contract(logits, k)
+    return torch_topk(logits, k)
+
+
+def check_topk_contract(logits: Tensor, k: int) -> None:
+    """Raise what flashinfer.top_k raises for the same tensor on CUDA; a CPU tensor itself is allowed here.
+
+    AssertionError for another dtype, RuntimeError for other than two dimensions, for a strided view (a cropped view of
+    one row is contiguous and passes) and for no row. Where flashinfer ends the process (no column) this raises
+    RuntimeError, and where it returns garbage without an error (k out of range) ValueError.
+    Source: measured on one H200, flashinfer-python 0.7.2.
+    """
+    if logits.dtype not in TOPK_DTYPES:
+        raise AssertionError(f"unsupported dtype {logits.dtype}: give float16, bfloat16 or float32 logits.")
+    if logits.ndim != 2:
+        raise RuntimeError(f"input must be 2-D, but has shape {tuple(logits.shape)}: reshape it to (rows, columns).")
+    if not logits.is_contiguous():
+        raise RuntimeError(
+            f"input must be contiguous, but {tuple(logits.shape)} has strides {logits.stride()}: mask, do not crop."
+        )
+    if 0 in logits.shape:
+        raise RuntimeError(
+            f"invalid argument: shape {tuple(logits.shape)} has nothing to rank: answer it without a call."
+        )
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k={k} is not within 1 to {logits.shape[1]} columns: ask for min(k, width).")
+
+
+def default_topk(device: torch.device) -> TopK:
+    """The top-k for a device: canonical on CPU; on CUDA flashinfer, or torch where flashinfer is not installed."""
+    if device.type != "cuda":
+        return canonical_topk
+    return flashinfer_topk if _has_flashinfer() else torch_topk
+
+
+@cache
+def _has_flashinfer() -> bool:
+    return find_spec("flashinfer") is not None

@@ -1,0 +1,242 @@
+"""Diagnosis on ledgers written by hand: every kind of trouble has its root named, and consequences are not findings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ledgers import STALLED, STOPPED, Story, tell
+
+from tpbed.harness.diagnose import diagnose
+from tpbed.harness.findings import Finding, name_ranks
+from tpbed.tp.stuck import find_stuck
+
+
+def only(*stories: Story, **fields: object) -> Finding:
+    findings = diagnose(*tell(*stories, **fields))  # type: ignore[arg-type]
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def others(culprit: int, build: object) -> list[Story]:
+    return [build(rank) for rank in range(4) if rank != culprit]  # type: ignore[operator]
+
+
+def in_order(*stories: Story) -> list[Story]:
+    return sorted(stories, key=lambda story: story.rank)
+
+
+def waiters(culprit: int, before: int = 2) -> list[Story]:
+    stories = []
+    for rank in range(4):
+        if rank != culprit:
+            story = Story(rank)
+            for _ in range(before):
+                story.calls()
+            stories.append(story.waits())
+    return stories
+
+
+def test_a_run_without_trouble_has_no_finding():
+    assert diagnose(*tell(*(Story(rank).calls().checks(1).returns() for rank in range(4)))) == ()
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_the_rank_that_raised_is_named_and_not_those_that_wait(culprit):
+    finding = only(*in_order(Story(culprit).calls().calls().raises("RuntimeError", "contiguous"), *waiters(culprit)))
+    assert (finding.kind, finding.ranks, finding.op, finding.seq) == ("hang", (culprit,), "all_gather", 3)
+    assert finding.waiting_ranks == tuple(rank for rank in range(4) if rank != culprit)
+    assert (finding.causes[0].error_type, finding.causes[0].site) == ("RuntimeError", "topk.py:1 topk")
+    assert "after all_gather seq 2: contiguous" in finding.causes[0].text
+
+
+@pytest.mark.parametrize("end", ["returns", "dies", "exits"])
+def test_a_rank_that_left_without_an_error_is_named_with_how_it_ended(end):
+    finding = only(*in_order(getattr(Story(1).calls().calls(), end)(), *waiters(1)))
+    told = {"returns": "returned", "dies": "SIGKILL", "exits": "exit status 1"}[end]
+    assert (finding.kind, finding.ranks) == ("hang", (1,)) and told in finding.causes[0].text
+
+
+def test_peers_that_the_transport_threw_out_are_victims_of_the_rank_that_died():
+    lost = [Story(r).calls().fails("RuntimeError: Connection closed by peer").raises("RuntimeError") for r in (0, 1)]
+    finding = only(*lost, Story(2).calls().dies(), Story(3).calls().waits())
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (2,), 2)
+
+
+def test_a_rank_whose_collective_failed_by_its_own_fault_is_the_culprit():
+    culprit = Story(3).calls().fails("ValueError: wrong list").raises("ValueError", "wrong list")
+    finding = only(*in_order(culprit, *waiters(3, before=1)))
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (3,), 2)
+
+
+def test_two_ranks_at_fault_are_both_named():
+    finding = only(Story(0).waits(), Story(1).raises(), Story(2).waits(), Story(3).dies())
+    assert (finding.kind, finding.ranks) == ("hang", (1, 3))
+
+
+def test_a_chain_of_waits_ends_at_the_rank_that_began_it():
+    """Rank 0 waits for rank 2 in a sub-group, ranks 1 and 3 wait for rank 0 in the world: rank 2 is the root."""
+    pair = [Story(0).group("pair", (0, 2)).waits(group="pair"), Story(2).group("pair", (0, 2)).raises()]
+    finding = only(pair[0], Story(1).waits(), pair[1], Story(3).waits())
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (2,), 1)
+    assert finding.waiting_ranks == (0, 1, 3)
+
+
+def test_ranks_that_wait_for_each_other_are_a_circle_without_a_single_culprit():
+    stories = [
+        Story(0, 2).group("a", (0, 1)).group("b", (0, 1)).waits(group="a"),
+        Story(1, 2).group("a", (0, 1)).group("b", (0, 1)).waits(group="b"),
+    ]
+    ledgers, liveness = tell(*stories)
+    assert find_stuck(ledgers, liveness) == {0, 1}
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks) == ("hang", (0, 1)) and "circle" in finding.text
+
+
+@pytest.mark.parametrize(("seen", "told"), [(STALLED, "in top-k"), (STOPPED, "is stopped")])
+def test_a_rank_that_does_not_get_there_is_a_stall_and_not_a_hang(seen, told):
+    finding = only(*in_order(Story(0).calls().calls(), *waiters(0)), frozen={0: seen})
+    assert (finding.kind, finding.ranks, finding.seq) == ("stall", (0,), 3) and told in finding.causes[0].text
+
+
+def test_ranks_that_all_stall_are_named_although_nobody_waits():
+    finding = only(Story(0, 2), Story(1, 2), frozen={0: STALLED, 1: STALLED})
+    assert (finding.kind, finding.ranks) == ("stall", (0, 1))
+
+
+def test_all_ranks_raising_alike_is_a_clean_stop():
+    finding = only(*(Story(rank).calls().raises("SelectionError") for rank in range(4)))
+    assert (finding.kind, finding.ranks) == ("crash_all", (0, 1, 2, 3))
+
+
+def test_a_rank_that_raises_when_nobody_waits_is_a_crash_of_one():
+    finding = only(*(Story(rank).calls().returns() for rank in range(3)), Story(3).calls().raises())
+    assert (finding.kind, finding.ranks) == ("crash_one", (3,))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"op": "broadcast"},
+        {"dtype": "int32"},
+        {"shape": (3, 16)},
+        {"reduce_op": "MAX"},
+        {"root": 1},
+    ],
+)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_another_call_at_the_same_seq_is_a_mismatch_of_the_odd_rank(odd, culprit):
+    stories = [Story(r).calls().waits(**{"op": "all_reduce", **(odd if r == culprit else {})}) for r in range(4)]
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks, finding.seq) == ("mismatch", (culprit,), 2)
+
+
+def test_ranks_out_of_step_are_found_although_their_shapes_match():
+    """Rank 2 left out step 1: its step 2 meets the others' step 1 in the same shape, and the shift is found there."""
+    stories = [Story(r).step("0").calls().step("1").calls().step("2").calls() for r in range(4) if r != 2]
+    finding = only(*in_order(Story(2).step("0").calls().step("1").step("2").calls().returns(), *stories))
+    assert (finding.kind, finding.ranks, finding.seq) == ("mismatch", (2,), 2)
+    assert "out of step" in finding.causes[0].text
+
+
+def test_between_two_ranks_the_one_whose_steps_hold_fewer_calls_is_odd():
+    usual = Story(0, 2).step("0").calls().calls().step("1").calls().calls().step("2").calls().waits()
+    short = Story(1, 2).step("0").calls().calls().step("1").calls().step("2").calls().calls().returns()
+    assert only(usual, short).ranks == (1,)
+
+
+def test_between_two_ranks_the_one_whose_shape_is_new_is_odd():
+    stories = [Story(r, 2).calls().calls().waits(shape=(3 if r == 0 else 4, 16)) for r in range(2)]
+    assert only(*stories).ranks == (0,)
+
+
+def test_call_sites_that_ranks_pass_at_another_seq_are_out_of_step():
+    """No labels, same shapes: rank 1 lacks one call at a.py, so its b.py meets the others' a.py."""
+    stories = [
+        Story(r).calls(site="a.py:1 f").calls(site="b.py:1 g").calls(site="a.py:1 f").waits(site="b.py:1 g")
+        for r in range(4)
+        if r != 1
+    ]
+    odd = Story(1).calls(site="a.py:1 f").calls(site="b.py:1 g").calls(site="b.py:1 g").returns()
+    finding = only(*in_order(odd, *stories))
+    assert (finding.kind, finding.ranks, finding.seq) == ("mismatch", (1,), 3)
+
+
+def test_call_sites_that_are_roles_of_ranks_are_no_mismatch():
+    stories = [
+        Story(r).calls("broadcast", root=0, site="send.py:1 f" if r == 0 else "recv.py:1 g").returns() for r in range(4)
+    ]
+    assert diagnose(*tell(*stories)) == ()
+
+
+def test_what_follows_a_mismatch_is_no_finding_of_its_own():
+    """The odd rank ran out of calls and returned, its peers hang two seqs later: one finding, at the shift."""
+    stories = [Story(r).calls().calls(dtype="int64").waits() for r in range(4) if r != 3]
+    finding = only(*stories, Story(3).calls().calls().returns())
+    assert (finding.kind, finding.ranks, finding.seq) == ("mismatch", (3,), 2)
+
+
+@pytest.mark.parametrize(("stride", "told"), [((32, 1), "raises"), ((1, 4), "permuted")])
+def test_a_view_that_is_not_contiguous_is_reported_with_what_nccl_would_do(stride, told):
+    stories = [Story(r).calls(stride=stride if r == 1 else (16, 1)).returns() for r in range(4)]
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks, finding.seq) == ("mismatch", (1,), 1) and told in finding.causes[0].text
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (0, 16), ()])
+def test_one_row_no_row_and_scalars_are_contiguous_whatever_their_strides(shape):
+    stories = [Story(r).calls(shape=shape, stride=(99, 1)[: len(shape)]).returns() for r in range(4)]
+    assert diagnose(*tell(*stories)) == ()
+
+
+def test_a_rank_that_did_less_than_its_peers_does_not_pass_in_silence():
+    finding = only(
+        *(Story(r).calls().calls("broadcast", waited=False).returns() for r in range(3)), Story(3).calls().returns()
+    )
+    assert (finding.kind, finding.ranks, finding.op, finding.seq) == ("mismatch", (3,), "broadcast", 2)
+
+
+def test_a_rank_that_checked_less_than_its_peers_does_not_pass_in_silence():
+    finding = only(*(Story(r).calls().checks(1 if r == 2 else 2).returns() for r in range(4)))
+    assert (finding.kind, finding.ranks) == ("mismatch", (2,))
+
+
+def test_a_decision_that_differs_is_shown_as_a_cause_of_what_it_broke():
+    stories = [Story(r).decides("fast", str(r != 2), "padding").waits(shape=(4, 8 if r == 2 else 16)) for r in range(4)]
+    finding = only(*stories)
+    assert finding.kind == "mismatch"
+    assert "rank 2 decided fast=False because padding, its peers True" in [cause.text for cause in finding.causes]
+
+
+def test_a_decision_that_differs_is_a_finding_where_nothing_came_of_it():
+    finding = only(*(Story(r).decides("fast", str(r != 2)).calls().returns() for r in range(4)))
+    assert (finding.kind, finding.ranks) == ("diverge", (2,))
+
+
+@given(culprits=st.sets(st.integers(0, 7), min_size=1, max_size=7), before=st.integers(0, 5), data=st.data())
+def test_whoever_ends_before_a_collective_is_named_and_nobody_else(culprits, before, data):
+    """Property over all ranks, places and ends: the ranks at fault are exactly those that ended without joining."""
+    stories = []
+    for rank in range(8):
+        story = Story(rank, 8)
+        for _ in range(before):
+            story.calls()
+        end = data.draw(st.sampled_from(["returns", "raises", "dies", "exits"]))
+        stories.append(getattr(story, end)() if rank in culprits else story.waits())
+    finding = only(*stories)
+    assert (finding.kind, set(finding.ranks), finding.seq) == ("hang", culprits, before + 1)
+    assert find_stuck(*tell(*stories)) == set(range(8)) - culprits
+
+
+@given(swapped=st.integers(1, 7))
+def test_ledgers_with_the_culprit_swapped_are_told_apart(swapped):
+    """The mutant of a diagnosis that blames a fixed rank."""
+
+    def run(culprit: int) -> list[Story]:
+        return [Story(r, 8).calls().raises() if r == culprit else Story(r, 8).calls().waits() for r in range(8)]
+
+    assert only(*run(0)).ranks == (0,) and only(*run(swapped)).ranks == (swapped,)
+
+
+def test_ranks_are_named_in_runs():
+    assert [name_ranks(r) for r in ((3,), (0, 1), (0, 1, 2, 5))] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5"]

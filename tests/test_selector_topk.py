@@ -1,0 +1,133 @@
+"""Top-k: the canonical order, the contract that flashinfer holds callers to, and the guards around it."""
+
+from math import inf, nan
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tpbed.selector import topk
+from tpbed.selector.errors import SelectionError
+from tpbed.selector.topk import (
+    canonical_topk,
+    check_topk_contract,
+    contract_topk,
+    default_topk,
+    flashinfer_topk,
+    torch_topk,
+)
+
+TIED_ROWS = st.lists(st.sampled_from([-inf, -2.0, -0.0, 0.0, 1.5, inf]), min_size=1, max_size=12)
+
+
+@given(row=TIED_ROWS, data=st.data())
+@example(row=[-0.0, 0.0, -0.0, 0.0], data=None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(deadline=None)
+def test_canonical_order_is_value_descending_then_column_ascending_with_both_zeros_equal(dtype, row, data):
+    k = data.draw(st.integers(1, len(row))) if data else 3
+    values, columns = canonical_topk(torch.tensor([row], dtype=dtype), k)
+    expected = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+    assert columns.tolist() == [expected]
+    assert values.dtype == dtype
+    assert values.tolist() == [[row[i] for i in expected]]
+    assert not values[values == 0].signbit().any()
+
+
+@given(row=TIED_ROWS, data=st.data())
+@settings(deadline=None)
+def test_torchs_top_k_gives_the_same_values_and_columns_that_hold_them(row, data):
+    k = data.draw(st.integers(1, len(row)))
+    logits = torch.tensor([row])
+    values, columns = torch_topk(logits, k)
+    assert values.tolist() == canonical_topk(logits, k)[0].tolist()
+    assert torch.equal(logits.gather(1, columns), values)
+    assert len(set(columns[0].tolist())) == k
+
+
+@pytest.mark.parametrize("kernel", [canonical_topk, torch_topk, contract_topk])
+def test_a_nan_always_survives_so_that_its_row_can_be_found_invalid(kernel):
+    for bad in [nan, -nan]:
+        values, columns = kernel(torch.tensor([[5.0, bad, 7.0], [5.0, 6.0, 7.0]]), 1)
+        assert values[0].isnan().all()
+        assert columns.tolist() == [[1], [2]]
+
+
+WIDE = torch.zeros(3, 8)
+REFUSED = {
+    "cropped view": (WIDE[:, :4], 2, RuntimeError, "input must be contiguous"),
+    "transposed view": (torch.zeros(8, 3).t(), 2, RuntimeError, "input must be contiguous"),
+    "every second column": (WIDE[:, ::2], 2, RuntimeError, "input must be contiguous"),
+    "every second column of one row": (WIDE[:1, ::2], 2, RuntimeError, "input must be contiguous"),
+    "float64": (WIDE.double(), 2, AssertionError, "unsupported dtype"),
+    "fp8": (WIDE.to(torch.float8_e4m3fn), 2, AssertionError, "unsupported dtype"),
+    "one dimension": (torch.zeros(8), 2, RuntimeError, "2-D"),
+    "three dimensions": (torch.zeros(2, 3, 4), 2, RuntimeError, "2-D"),
+    "no row": (torch.zeros(0, 8), 2, RuntimeError, "invalid argument"),
+    "no column": (torch.zeros(3, 0), 0, RuntimeError, "invalid argument"),
+    "k above width": (WIDE, 9, ValueError, "k=9"),
+    "k of zero": (WIDE, 0, ValueError, "k=0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_contract_refuses(case):
+    logits, k, error, text = REFUSED[case]
+    for refusing in (check_topk_contract, contract_topk):
+        with pytest.raises(error, match=text):
+            refusing(logits, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_contract_passes_contiguous_logits_a_crop_of_one_row_and_k_of_the_whole_width(dtype):
+    logits = torch.arange(16).reshape(2, 8).to(dtype)
+    for fine, k in [(logits, 3), (logits[:1, :5], 2), (logits[:0, :0].new_zeros(1, 1), 1), (logits, 8)]:
+        values, columns = contract_topk(fine, k)
+        assert torch.equal(values, torch_topk(fine, k)[0])
+        assert columns.dtype == torch.int64
+
+
+def test_flashinfer_is_not_called_where_it_would_crash_or_corrupt(monkeypatch):
+    monkeypatch.setattr(topk, "import_module", lambda name: pytest.fail("flashinfer was called"))
+    for rows, width, k in [(0, 8, 4), (3, 0, 0), (0, 0, 0), (3, 8, 0)]:
+        values, columns = flashinfer_topk(torch.zeros(rows, width).bfloat16(), k)
+        assert values.shape == columns.shape == (rows, k)
+        assert (values.dtype, columns.dtype) == (torch.bfloat16, torch.int64)
+    for rows, width, k in [(3, 8, 9), (0, 8, 9), (3, 0, 1), (3, 8, -1)]:
+        with pytest.raises(SelectionError, match=r"ask for min\(k, width\)"):
+            flashinfer_topk(torch.zeros(rows, width), k)
+
+
+def test_flashinfer_is_asked_for_sorted_deterministic_answers_on_the_logits_own_device(monkeypatch):
+    calls, inside = [], []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            inside.append(self.device)
+
+        def __exit__(self, *error):
+            inside.pop()
+
+    def top_k(logits, k, **options):
+        calls.append((k, options, list(inside)))
+        return torch_topk(logits, k)
+
+    monkeypatch.setattr(topk, "import_module", {"flashinfer": SimpleNamespace(top_k=top_k)}.__getitem__)
+    monkeypatch.setattr(topk.torch.cuda, "device", Device)
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert flashinfer_topk(logits, 2)[1].tolist() == [[1, 2]]
+    assert calls == [(2, {"sorted": True, "deterministic": True}, [logits.device])]
+    assert inside == []
+
+
+def test_the_default_is_canonical_on_cpu_and_flashinfer_on_cuda_unless_it_is_missing(monkeypatch):
+    monkeypatch.setattr(topk, "_has_flashinfer", lambda: True)
+    assert default_topk(torch.device("cpu")) is canonical_topk
+    assert default_topk(torch.device("cuda", 1)) is flashinfer_topk
+    monkeypatch.setattr(topk, "_has_flashinfer", lambda: False)
+    assert default_topk(torch.device("cuda")) is torch_topk
