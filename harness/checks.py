@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,9 @@ def answers_by_step(record: RunRecord) -> dict[int, Answers]:
     return dict(sorted(steps.items()))
 
 
-def _answer(value: dict[str, list[list[float]]]) -> Answer:
-    return Answer(np.array(value["ids"], dtype=np.int64), np.array(value["values"], dtype=np.float32))
+def _answer(value: dict[str, Any]) -> Answer:
+    ids = np.array(value["ids"], dtype=np.int64).reshape(value["shape"])
+    return Answer(ids, np.array(value["values"], dtype=np.float32).reshape(value["shape"]))
 
 
 def check_ranks_agree(record: RunRecord, steps: dict[int, Answers]) -> list[Finding]:

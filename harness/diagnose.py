@@ -166,7 +166,8 @@ def _cause_of_absence(ledger: Ledger, seen: Liveness) -> Cause:
     if ledger.end is None:
         how = "is stopped" if seen.state == "stopped" else "is busy outside any collective"
         told = f"rank {ledger.rank} {how} {after}" + (f": {seen.detail}" if seen.detail else "")
-        return Cause(rank=ledger.rank, text=told, site=seen.frames[0] if seen.frames else "")
+        frame = next((frame for frame in seen.frames if not frame.startswith("tp/")), "")
+        return Cause(rank=ledger.rank, text=f"{told}, in {frame}" if frame else told, site=frame)
     return _cause_of_end(ledger, after)
 
 

@@ -75,7 +75,7 @@ class Injector:
     def head(self) -> Any:
         """The lm_head that this rank is given."""
         scale_of = next((fault.scale_of for fault in self._take(WrongScale)), None)
-        head: Any = build_head(self._plan, self._context.rank, scale_of=scale_of)
+        head: Any = build_head(self._plan, self._context.rank, scale_of=scale_of, device=self._context.device)
         if self._take(StaleMethod):
             head = replace(head, quant_method=_PackedMethod())
         if self._take(PackedOnly):
@@ -88,7 +88,7 @@ class Injector:
 
         def planned_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
             if self._take(Spin):
-                self._context.die("stall", f"in top-k over {tuple(logits.shape)} logits")
+                self._context.die("stall", f"in topk over {tuple(logits.shape)} logits")
             for row, column, value in self._overwrites:
                 logits[row, column] = value
             for fault in self._take(Nudge):

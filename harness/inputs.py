@@ -17,6 +17,7 @@ from tpbed.selector.reference import error_bound, reference_logits
 from tpbed.selector.shard import VocabShard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+CPU = torch.device("cpu")
 LADDER = 8192  # distinct values from 1 upward that bfloat16 and float16 hold side by side with room above them
 
 
@@ -32,18 +33,20 @@ def build_shard(scenario: Scenario, rank: int) -> VocabShard:
     )
 
 
-def build_head(plan: Plan, rank: int, *, scale_of: int | None = None) -> DenseHead | Fp8Head:
-    """The lm_head of one rank: its rows of the whole weight, dense or packed.
+def build_head(
+    plan: Plan, rank: int, *, scale_of: int | None = None, device: torch.device = CPU
+) -> DenseHead | Fp8Head:
+    """The lm_head of one rank: its rows of the whole weight, dense or packed, on `device`.
 
     scale_of: the rank whose scales a packed head carries by mistake; None for its own.
     """
     scenario, shard = plan.scenario, build_shard(plan.scenario, rank)
-    weight = full_weight(plan)
     if scenario.head != "fp8":
-        return DenseHead.from_full(weight, shard, padding=scenario.pad_fill)
+        dense = shard.shard_rows(full_weight(plan), padding=scenario.pad_fill)
+        return DenseHead(weight=dense.to(device), shard=shard)
     packed, scale = _packed(_weight_key(scenario), plan.weight_seed)
     scales = build_shard(scenario, rank if scale_of is None else scale_of).shard_rows(scale)
-    return Fp8Head(weight=shard.shard_rows(packed), weight_scale=scales, shard=shard)
+    return Fp8Head(weight=shard.shard_rows(packed).to(device), weight_scale=scales.to(device), shard=shard)
 
 
 def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:

@@ -34,8 +34,14 @@ def run_plan(plan: Plan, rank: int) -> None:
         if not injector.begin_step(step):
             return
         answer = _select(plan, step, injector, head)
-        context.recorder.mark(ANSWER, {"ids": answer.ids.tolist(), "values": answer.values.tolist()})
+        context.recorder.mark(ANSWER, _plain(answer))
         context.recorder.check()
+
+
+def _plain(answer: Candidates) -> dict[str, Any]:
+    """Flat lists and their shape: an answer without a row has a shape too."""
+    ids, values = answer.ids.flatten().tolist(), answer.values.flatten().tolist()
+    return {"shape": list(answer.ids.shape), "ids": ids, "values": values}
 
 
 def _select(plan: Plan, step: int, injector: Injector, head: Any) -> Candidates:

@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,8 @@ def again(record: RunRecord) -> str:
 
 
 def describe_expected(expected: Expected) -> str:
-    """An expected finding as a person would write it: `hang of rank 3 in all_gather seq 7`; what is open is left out."""
-    parts = [expected.kind]
+    """An expected finding as a person would write it: `hang of rank 3 in all_gather seq 7`, without what is open."""
+    parts: list[str] = [expected.kind]
     if expected.ranks is not None:
         parts.append(f"of {name_ranks(expected.ranks)}" if expected.ranks else "of no rank")
     parts += _place(expected.op, expected.seq)
@@ -87,9 +87,11 @@ def _brief(finding: Finding) -> str:
 def _explanations(verdict: Verdict, *, lines_each: int, causes_each: int) -> Iterator[str]:
     for finding in verdict.findings:
         yield from _wrap(finding.kind, _timing(finding, verdict.record) + finding.text, lines_each)
-        for cause in finding.causes[:causes_each]:
-            more = len(finding.causes) - causes_each if cause is finding.causes[causes_each - 1] else 0
-            yield from _wrap("cause", _explain_cause(cause) + (f"; and {more} more" if more > 0 else ""), lines_each)
+        causes = [_explain_cause(cause) for cause in finding.causes]
+        if len(causes) > causes_each:
+            causes[causes_each - 1 :] = [f"{causes[causes_each - 1]}; and {len(causes) - causes_each} more like it"]
+        for cause in causes:
+            yield from _wrap("cause", cause, lines_each)
 
 
 def _timing(finding: Finding, record: RunRecord) -> str:
@@ -109,7 +111,7 @@ def _explain_cause(cause: Cause) -> str:
 
 def _wrap(label: str, text: str, max_lines: int) -> list[str]:
     return textwrap.wrap(
-        text,
+        re.sub(r"\s*\n\s*", " ", text),
         WIDTH,
         initial_indent=f"{label:<5} ",
         subsequent_indent=" " * 6,
@@ -121,9 +123,15 @@ def _wrap(label: str, text: str, max_lines: int) -> list[str]:
 
 def _doubts(verdict: Verdict) -> Iterator[str]:
     for doubt in verdict.doubts:
-        lines = doubt.splitlines()
-        yield from _wrap("doubt", lines[0] if lines else "", 6)
-        yield from (f"      {line}" for line in lines[1:])  # a traceback keeps its layout
+        yield from _wrap("doubt", _headline(doubt), 6)
+        for line in doubt.splitlines()[1:]:  # a traceback keeps its layout
+            yield from textwrap.wrap(line, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8)
+
+
+def _headline(doubt: str) -> str:
+    """A doubt in one line; one that carries a traceback is told by the error at the end of it."""
+    first, _, rest = doubt.partition("\n")
+    return first.replace("Traceback (most recent call last):", rest.rpartition("\n")[2] if rest else "")
 
 
 Position = tuple[str, str, str]  # last completed, now, at
@@ -200,7 +208,7 @@ def _footer(verdict: Verdict, evidence: Path | None) -> Iterator[str]:
     yield f"{'again':<10}{again(verdict.record)}"
 
 
-def _footer_lines(label: str, entries: Sequence[str]) -> Iterator[str]:
+def _footer_lines(label: str, entries: Iterable[str]) -> Iterator[str]:
     for number, entry in enumerate(entries):
         lead = f"{label if number == 0 else '':<10}"
         yield from textwrap.wrap(
@@ -239,7 +247,7 @@ def _told_expected(verdict: Verdict) -> Iterator[str]:
 
 
 def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]:
-    """The verdict as plain values that JSON can hold; a field, once there, keeps its name and meaning within a format."""
+    """The verdict as plain values that JSON can hold; a field keeps its name and meaning within a format."""
     record = verdict.record
     scenario = record.plan.scenario
     return {
@@ -275,7 +283,7 @@ def culprits(verdict: Verdict) -> list[int]:
 
 def _finding_json(finding: Finding, verdict: Verdict) -> dict[str, Any]:
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(finding).items()}
-    return {**plain, "expected": not any(finding is one for one in verdict.unexpected)}
+    return {**plain, "expected": finding not in verdict.unexpected}
 
 
 def _position_json(place: Position, ranks: tuple[int, ...]) -> dict[str, Any]:
@@ -334,7 +342,7 @@ def _properties(verdict: Verdict) -> dict[str, str]:
 
 
 def _summary(verdict: Verdict) -> str:
-    told = [doubt.partition("\n")[0] for doubt in verdict.doubts]
+    told = [_headline(doubt) for doubt in verdict.doubts]
     told += [f"unexpected: {_brief(finding)}" for finding in verdict.unexpected]
     told += [f"not found: {describe_expected(one)}" for one in verdict.not_found]
     return "; ".join(told)

@@ -55,9 +55,19 @@ def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS) -> Verdict:
 
 
 def _sound_steps(record: RunRecord, diagnosed: Sequence[Finding]) -> dict[int, Answers]:
-    broken = [int(f.step) if f.step else 0 for f in diagnosed if f.kind == "mismatch"]
-    first_broken = min(broken, default=record.plan.scenario.steps)
-    return {step: answers for step, answers in answers_by_step(record).items() if step < first_broken}
+    """The answers that no finding has spoilt: none from a mismatch on, and none of a rank that left its peers waiting."""
+    last = record.plan.scenario.steps
+    broken = min((_step_of(f) for f in diagnosed if f.kind == "mismatch"), default=last)
+    left = {rank: _step_of(f) for f in diagnosed if f.kind != "mismatch" for rank in f.ranks}
+    return {
+        step: kept
+        for step, answers in answers_by_step(record).items()
+        if step < broken and (kept := {rank: a for rank, a in answers.items() if step < left.get(rank, last)})
+    }
+
+
+def _step_of(finding: Finding) -> int:
+    return int(finding.step) if finding.step else 0
 
 
 def _run_checks(

@@ -13,6 +13,7 @@ SMOLLM2 = Scenario(
     logits="smollm2",
     rows=16,
     steps=2,
+    stall_after_s=60.0,  # each rank reads the checkpoint once, which takes seconds
 )
 PADDED = 49_000  # pads to 49,024: the last rank has 24 columns that are no tokens
 

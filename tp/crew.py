@@ -1,0 +1,234 @@
+"""Crew: the driver's lines to the supervisors of a world's ranks, and the Ray actors behind them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any
+
+import ray
+
+from tpbed.tp import ray_cluster
+from tpbed.tp.errors import TestbedError
+from tpbed.tp.fork_server import START_S
+from tpbed.tp.job import Backend, Station
+from tpbed.tp.ray_actor import Placement, RankActor, send_at_once
+
+_ANSWER_S = 30.0  # for a supervisor, which always answers; one that does not has lost its processor or its node
+_CLOSE_S = 5.0
+_GREET_S = 5.0
+
+Message = tuple[Any, ...]  # a word, and what belongs to it
+Hearer = Callable[[int, Message], None]
+
+
+class InitError(TestbedError):
+    """A world could not be started; the message names the ranks that are missing."""
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A rank's supervisor, seen from the driver."""
+
+    actor: Any
+    line: Connection
+    placement: Placement
+    station: Station | None = None
+    pid: int = 0  # of the rank process
+    gone: bool = False
+
+
+class Crew:
+    """Starts the supervisors and talks to them; every question is answered at once, or its supervisor is gone."""
+
+    def __init__(self, world_size: int, backend: Backend) -> None:
+        """Start an actor per rank wherever Ray places them, and a rank process in each.
+
+        Raises InitError.
+        """
+        self.is_local = ray_cluster.is_local()
+        self.address = "127.0.0.1" if self.is_local else str(ray.util.get_node_ip_address())
+        self._backend, self._key = backend, secrets.token_bytes(32)
+        self._listener = socket.create_server((self.address, 0), backlog=world_size)
+        self._seats: list[_Seat] = []
+        self._actors: list[Any] = []
+        self._seats: list[_Seat] = []
+        try:
+            self._seats = sorted(self._enlist(world_size), key=_by_node_and_gpu)
+            self._settle(dict(enumerate(self._stations())))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The rank processes, by rank."""
+        return tuple(seat.pid for seat in self._seats)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """The ranks whose supervisor is gone, and its rank with it."""
+        return frozenset(rank for rank, seat in enumerate(self._seats) if seat.gone)
+
+    def tell(self, rank: int, *message: Any) -> None:
+        """Send a message; whether it arrived is heard later."""
+        with suppress(OSError):
+            self._seats[rank].line.send(message)
+
+    def hear(self, ranks: Iterable[int], wait_s: float) -> list[tuple[int, Message]]:
+        """What the supervisors of these ranks have said, waiting for the first; ("gone",) from one that has died."""
+        lines: dict[Any, int] = {self._seats[rank].line: rank for rank in ranks if not self._seats[rank].gone}
+        ready = wait(list(lines), max(0.0, wait_s)) if lines else ()
+        return [(lines[line], self._receive(lines[line])) for line in ready]
+
+    def ask(
+        self, ranks: Iterable[int], *message: Any, other: Hearer | None = None, wait_s: float = _ANSWER_S
+    ) -> dict[int, Message]:
+        """Put a question to supervisors. Returns their answers, none from those that are gone; `other` gets the rest."""
+        answers: dict[int, Message] = {}
+        missing, deadline = set(ranks) - self.gone, time.monotonic() + wait_s
+        for rank in missing:
+            self.tell(rank, *message)
+        while missing:
+            for rank, said in self.hear(missing, deadline - time.monotonic()) or self._give_up(missing):
+                if said[0] == message[0]:
+                    answers[rank] = said[1:]
+                elif other is not None:
+                    other(rank, said)
+                if said[0] in (message[0], "gone"):
+                    missing.discard(rank)
+        return answers
+
+    def set_pid(self, rank: int, pid: int) -> None:
+        """The rank has a new process."""
+        self._seats[rank].pid = pid
+
+    def replace(self, rank: int) -> None:
+        """A new actor and a new process for a rank whose actor is gone.
+
+        Raises InitError.
+        """
+        station = self._seats[rank].station
+        self._seats[rank].line.close()
+        [self._seats[rank]] = self._enlist(1)
+        self._settle({rank: station})
+
+    def close(self) -> None:
+        """End ranks and actors, within bounds, and hang up; whoever is left then ends by itself."""
+        self.ask(range(len(self._seats)), "close", wait_s=_CLOSE_S)
+        for actor in self._actors:
+            with suppress(Exception):  # Ray may be shut down already
+                ray.kill(actor)
+        self._actors.clear()
+        deadline = time.monotonic() + _CLOSE_S
+        while time.monotonic() < deadline and self.hear(range(len(self._seats)), deadline - time.monotonic()):
+            pass  # their lines close when they are gone
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close all lines: the supervisors kill their ranks, and end."""
+        self._listener.close()
+        for seat in self._seats:
+            seat.gone = True
+            seat.line.close()
+
+    def _receive(self, rank: int) -> Message:
+        try:
+            message: Message = self._seats[rank].line.recv()
+        except (EOFError, OSError):
+            self._seats[rank].gone = True
+            return ("gone",)
+        return message
+
+    def _give_up(self, ranks: Iterable[int]) -> list[tuple[int, Message]]:
+        for rank in ranks:
+            self._seats[rank].gone = True
+        return [(rank, ("gone",)) for rank in ranks]
+
+    def _enlist(self, count: int) -> list[_Seat]:
+        remote = ray.remote(RankActor)
+        needs = {"num_cpus": 0, "num_gpus": int(self._backend == "nccl"), "max_restarts": 0, "max_concurrency": 2}
+        driver = self._listener.getsockname()[:2]
+        actors = [remote.options(**needs).remote(number, driver, self._key) for number in range(count)]
+        self._actors += actors
+        places = [actor.place.remote() for actor in actors]
+        lines = self._accept(places)
+        placements = ray.get(places, timeout=START_S)
+        return [_Seat(actor, lines[n], placements[n]) for n, actor in enumerate(actors)]
+
+    def _accept(self, places: list[Any]) -> dict[int, Connection]:
+        lines: dict[int, Connection] = {}
+        deadline = time.monotonic() + START_S
+        while len(lines) < len(places):
+            _raise_errors(places)
+            if time.monotonic() > deadline:
+                raise InitError(_none_came(len(places) - len(lines), len(places)))
+            if wait([self._listener], 0.2):
+                line = self._greet()
+                lines[line.recv()] = line
+        return lines
+
+    def _greet(self) -> Connection:
+        accepted, _ = self._listener.accept()
+        line = Connection(accepted.detach())
+        send_at_once(line)
+        deliver_challenge(line, self._key)
+        answer_challenge(line, self._key)
+        return line
+
+    def _stations(self) -> list[Station]:
+        nodes = [seat.placement.node for seat in self._seats]
+        return [self._station(rank, nodes) for rank in range(len(nodes))]
+
+    def _station(self, rank: int, nodes: list[str]) -> Station:
+        here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        return Station(
+            rank=rank,
+            world_size=len(nodes),
+            local_rank=here.index(rank),
+            local_world_size=len(here),
+            backend=self._backend,
+            visible_gpus=",".join(gpu for other in here for gpu in self._seats[other].placement.gpus),
+            single_node=len(here) == len(nodes),
+            import_path=tuple(folder or os.getcwd() for folder in sys.path),
+            folder=os.getcwd(),
+        )
+
+    def _settle(self, stations: dict[int, Station | None]) -> None:
+        """Put supervisors at their stations and wait until their ranks are there."""
+        for rank, station in stations.items():
+            self._seats[rank].station = station
+        ray.get([self._seats[r].actor.start.remote(station, ray_cluster.SERVER) for r, station in stations.items()])
+        missing, deadline = set(stations), time.monotonic() + 2 * START_S
+        while missing:
+            for rank, (word, *rest) in self.hear(missing, deadline - time.monotonic()) or self._give_up(set(missing)):
+                if word != "ready":
+                    raise InitError(f"rank {rank} did not start{': ' if rest else '.'}{''.join(map(str, rest))}")
+                self.set_pid(rank, rest[0])
+                missing.discard(rank)
+
+
+def _by_node_and_gpu(seat: _Seat) -> tuple[str, str, list[int]]:
+    return seat.placement.address, seat.placement.node, [int(gpu) for gpu in seat.placement.gpus if gpu.isdigit()]
+
+
+def _raise_errors(places: list[Any]) -> None:
+    done, _ = ray.wait(places, num_returns=len(places), timeout=0)
+    try:
+        ray.get(done)
+    except Exception as error:
+        raise InitError(f"Ray could not start the supervisor of a rank: {error}") from error
+
+
+def _none_came(missing: int, world_size: int) -> str:
+    return (
+        f"{missing} of {world_size} supervisors did not start within {START_S:.0f} s: "
+        "has the Ray cluster room for them (`ray status`), and can its nodes reach this one?"
+    )

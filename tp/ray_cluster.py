@@ -1,0 +1,79 @@
+"""The Ray instance and the fork server that all RayWorlds of this process share."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+import ray
+
+from tpbed.tp.fork_server import ForkServer
+
+SERVER = f"tpbed-{secrets.token_hex(8)}"  # the name of this driver's fork server on every node
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's least: runs and results do not go through it
+_LONGEST_TEMP_DIR = 30  # characters: Ray puts sockets far below it, whose paths are limited to 107
+
+
+class SharedServer:
+    """The fork server of this node, started early and by the driver, so that it imports torch while Ray starts."""
+
+    _line: ForkServer | None = None
+    _users = 0
+
+    @classmethod
+    def hold(cls) -> None:
+        """Start it unless it runs."""
+        if cls._line is None:
+            cls._line = ForkServer(SERVER)
+        cls._users += 1
+
+    @classmethod
+    def release(cls) -> None:
+        """End it once nobody holds it."""
+        cls._users -= 1
+        if cls._users == 0 and cls._line is not None:
+            cls._line.close()
+            cls._line = None
+
+
+def connect(address: str | None, world_size: int) -> None:
+    """Use the Ray instance that is initialised; else that at `address` or RAY_ADDRESS; else start one, ended at exit."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        return
+    if address:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=SERVER)
+    else:
+        _start(world_size)
+
+
+def is_local() -> bool:
+    """True if all ranks will be on the driver's machine."""
+    return sum(node["Alive"] for node in ray.nodes()) == 1
+
+
+def count_gpus() -> int:
+    """The GPUs that Ray has to give."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _start(world_size: int) -> None:
+    folder = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="tpbed-", dir=folder if len(folder) <= _LONGEST_TEMP_DIR else "/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(ray.shutdown)
+    ray.init(
+        address="local",
+        num_cpus=max(world_size, os.cpu_count() or 1),  # Ray starts so many workers in advance
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        namespace=SERVER,
+        _temp_dir=str(Path(folder)),
+    )

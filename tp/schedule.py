@@ -1,0 +1,93 @@
+"""Schedule: which simulated rank runs next, where several could."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Protocol
+
+from tpbed.tp.errors import TestbedError
+
+
+class ScheduleError(TestbedError):
+    """A schedule cannot be followed: it names a rank that cannot run, or it has no more choices."""
+
+
+class Schedule(Protocol):
+    """Chooses among the ranks that can run; asked only where there are at least two.
+
+    The rank whose turn it is counts as one of them, unless it has just begun to wait.
+    """
+
+    def begin(self) -> None:
+        """A run begins: choose as in any first run, so that a world repeats itself exactly."""
+        ...
+
+    def choose(self, runnable: Sequence[int]) -> int:
+        """One of `runnable`, which is in ascending order; it is the caller's own list, to be read and not kept."""
+        ...
+
+
+class RoundRobin:
+    """A rank keeps its turn until it must wait; then the next higher one runs, and after the highest the lowest."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def begin(self) -> None:
+        """Start over with the lowest rank."""
+        self._last = 0
+
+    def choose(self, runnable: Sequence[int]) -> int:
+        """The last choice, or the next rank above it."""
+        place = bisect_left(runnable, self._last)
+        self._last = runnable[place if place < len(runnable) else 0]
+        return self._last
+
+
+class Seeded:
+    """Any of the runnable ranks with the same chance; the same seed gives the same run, on every machine."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._random = random.Random(seed)
+
+    def begin(self) -> None:
+        """Start over from the seed."""
+        self._random.seed(self.seed)
+
+    def choose(self, runnable: Sequence[int]) -> int:
+        """One of `runnable`, by the next random number."""
+        return runnable[int(self._random.random() * len(runnable))]
+
+
+class Replayed:
+    """The choices of a recorded run (SimulatedWorld.choices), in their order."""
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self.choices = tuple(choices)
+        self._taken = 0
+
+    def begin(self) -> None:
+        """Start over with the first choice."""
+        self._taken = 0
+
+    def choose(self, runnable: Sequence[int]) -> int:
+        """The next recorded choice.
+
+        Raises ScheduleError if there is none, or if that rank cannot run: the program is not the recorded one.
+        """
+        if self._taken == len(self.choices):
+            raise ScheduleError(
+                f"all {self._taken} recorded choices are taken and ranks {list(runnable)} could still run: "
+                "replay the program that was recorded, with its arguments and world size."
+            )
+        choice = self.choices[self._taken]
+        self._taken += 1
+        if choice not in runnable:
+            raise ScheduleError(
+                f"choice {self._taken} of {len(self.choices)} is rank {choice}, but only {list(runnable)} can run: "
+                "replay the program that was recorded, with its arguments and world size."
+            )
+        return choice
