@@ -245,7 +245,7 @@ def _near(given: str, catalogue: dict[str, Scenario]) -> str:
     leaves = {name.rpartition("/")[2]: name for name in catalogue}
     folders = {name.partition("/")[0]: f"{name.partition('/')[0]}/*" for name in catalogue}
     meant = {**leaves, **folders, **{name: name for name in catalogue}}
-    near = difflib.get_close_matches(given.rstrip("/*"), meant, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(given, meant, n=3, cutoff=0.6)
     names = dict.fromkeys(meant[name] for name in near)
     return f" (near: {', '.join(names)})" if names else ""
 

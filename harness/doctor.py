@@ -174,8 +174,8 @@ def _available_bytes() -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no such group, or no limit: "max"
         return free
 
 

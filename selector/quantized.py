@@ -51,7 +51,7 @@ class Fp8PerChannelMethod:
 
         x: (rows, hidden units) float16, bfloat16 or float32. bias: (width,) or None.
         """
-        logits = _apply_scaled_mm(layer, x) if fits_scaled_mm(layer, x) else _apply_in_tiles(layer, x)
+        logits = apply_scaled_mm(layer, x) if fits_scaled_mm(layer, x) else apply_in_tiles(layer, x)
         return logits if bias is None else (logits + bias).to(layer.logits_dtype)
 
 
@@ -97,21 +97,23 @@ class Fp8Head:
 
 
 def fits_scaled_mm(layer: Fp8Head, x: Tensor) -> bool:
-    """Whether torch._scaled_mm takes this product with a scale per row: CUDA 9.0 and up, sizes in sixteens, bfloat16."""
+    """Whether torch._scaled_mm takes this product with scales per row: CUDA 9.0 and up, sizes in 16s, bfloat16."""
     if not x.is_cuda or x.shape[0] == 0 or layer.logits_dtype is not torch.bfloat16:
         return False
     in_sixteens = layer.hidden_size % 16 == 0 and layer.shard.width % 16 == 0 and layer.shard.equal_widths
     return in_sixteens and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _apply_scaled_mm(layer: Fp8Head, x: Tensor) -> Tensor:
+def apply_scaled_mm(layer: Fp8Head, x: Tensor) -> Tensor:
+    """W8A8: both sides in float8_e4m3fn with a scale per row; logits (rows, width) bfloat16."""
     packed, scale = pack_fp8_per_channel(x)
     return torch._scaled_mm(
         packed, layer.weight.t(), scale_a=scale, scale_b=layer.weight_scale.t(), out_dtype=torch.bfloat16
     )
 
 
-def _apply_in_tiles(layer: Fp8Head, x: Tensor) -> Tensor:
+def apply_in_tiles(layer: Fp8Head, x: Tensor) -> Tensor:
+    """W8A16: weight rows widened to float32 a tile at a time; logits (rows, width) in layer.logits_dtype."""
     logits = x.new_empty((x.shape[0], layer.shard.width), dtype=layer.logits_dtype)
     step = max(1, TILE_BYTES // (4 * max(1, layer.hidden_size)))
     wide = x.float()

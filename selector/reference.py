@@ -210,7 +210,7 @@ class _Row:
             before, here, token = self.values[slot - 1], self.values[slot], self.ids[slot - 1]
             if here > before:
                 yield self.misplaced(slot, f"its value is above the {before} of id {token} in the slot before")
-            elif self.ties == "canonical" and here == before > -np.inf and self.ids[slot] < token:
+            elif self.ties == "canonical" and here == before and self.ids[slot] < token:
                 yield self.misplaced(slot, f"it ties with id {token} in the slot before, and the lower id goes first")
 
     def wrong(self, slot: int, reason: str) -> Discrepancy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol
 
 import torch.distributed as dist
@@ -12,9 +11,9 @@ from torch import Tensor
 from tpbed.selector.admission import Path, admit
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DENSE_DTYPES, LmHead
-from tpbed.selector.merge import merge_gathered, pad_candidates, two_gather_merge
+from tpbed.selector.merge import merge_gathered, two_gather_merge
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.shard import NO_TOKEN, VocabShard
+from tpbed.selector.shard import VocabShard
 from tpbed.selector.topk import TopK, default_topk, empty_topk
 
 
@@ -62,7 +61,7 @@ def compute_candidates(
     logits = project_candidate_logits(hidden, head)
     values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note), note)
     if head.shard.world_size == 1:
-        values, ids = merge_gathered(*pad_candidates(values.float(), ids, k), k)
+        values, ids = merge_gathered(values.float(), ids, k)
     else:
         values, ids = two_gather_merge(values, ids, k=k, group=group)
     return Candidates(ids=ids, values=values)
@@ -133,7 +132,7 @@ def _local_candidates(logits: Tensor, shard: VocabShard, k: int, topk: TopK, not
     note("local_k", local_k, because=f"k={k}, width={logits.shape[1]}")
     nothing = local_k == 0 or logits.shape[0] == 0  # a kernel may not survive it; the gathers are joined all the same
     values, columns = empty_topk(logits, local_k) if nothing else topk(logits, local_k)
-    return values, (columns.long() + shard.org_start).masked_fill(values == -inf, NO_TOKEN)
+    return values, columns.long() + shard.org_start
 
 
 def _ignore(name: str, value: object, because: str) -> None:

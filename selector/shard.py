@@ -90,7 +90,7 @@ class VocabShard:
             raise ShardError(
                 f"widths={list(widths)} hold no vocabulary: give each rank 0 or more tokens, one at least."
             )
-        if not 0 <= rank < len(widths):
+        if rank >= len(widths):
             raise ShardError(f"rank={rank} has no entry in widths={list(widths)}: list the width of every rank.")
         return cls(
             rank=rank,

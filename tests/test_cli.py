@@ -159,8 +159,10 @@ def test_run_prints_each_report_and_what_was_not_run(tpbed):
 
 
 def test_what_did_not_pass_is_told_again_at_the_end_of_several(tpbed):
-    lines = tpbed("run", "hang")[1].splitlines()
+    lines = tpbed("run", "hang", "doubt")[1].splitlines()
     assert sum(line.startswith("FAIL  hang/unexpected") for line in lines) == 2
+    assert sum(line.startswith("UNDECIDED  doubt/never-fires") for line in lines) == 2
+    assert sum(line.startswith("PASS  ") for line in lines) == 1
     lines = tpbed("run", "hang/unexpected")[1].splitlines()
     assert sum(line.startswith("FAIL  hang/unexpected") for line in lines) == 1
 
@@ -343,6 +345,41 @@ def test_a_bug_of_tpbed_shows_its_traceback_and_is_no_fail(tpbed, monkeypatch):
 def test_an_empty_catalogue_is_refused(tpbed, monkeypatch):
     monkeypatch.setattr(cli, "load_catalogue", dict)
     assert tpbed("run")[0] == 2
+    assert tpbed("list")[0] == 2
+
+
+def test_fail_fast_stops_and_tells_what_was_not_run(tpbed):
+    _, out, _ = tpbed("run", "hang/u*", "doubt", "--fail-fast")
+    assert "NOT RUN  doubt/never-fires  the run stopped before it (--fail-fast)" in out
+    assert last(out).startswith("1 scenario: 0 passed, 1 failed, 0 undecided, 1 not run here")
+
+
+def test_the_address_of_a_cluster_and_the_seed_reach_the_world(tpbed, monkeypatch):
+    seen = []
+
+    def open_world(choice, world_size, *, seed, ray_address, progress):
+        seen.append((choice, world_size, seed, ray_address))
+        return World(world_size)
+
+    monkeypatch.setattr(runner, "open_world", open_world)
+    tpbed("run", "hang", "--world", "nccl", "--ray-address", "10.0.0.1:6379", "--seed", 5)
+    assert seen == [("nccl", 4, 5, "10.0.0.1:6379")]
+
+
+def test_a_trouble_of_the_test_bed_is_told_and_no_pass(tpbed, monkeypatch):
+    monkeypatch.setattr(World, "close", lambda world: 1 / 0)
+    status, out, _ = tpbed("run", "hang/o*")
+    assert status == 3
+    assert out.splitlines()[-2].startswith("TROUBLE  closing ray+gloo with 4 ranks failed: ")
+
+
+def test_list_fits_the_terminal_and_is_whole_in_a_pipe(tpbed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, tpbed("list")[1].splitlines())) > 60
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    tpbed("list")
+    assert max(map(len, screen.getvalue().splitlines())) == 60
 
 
 @pytest.mark.parametrize("arguments", [["run", "--bogus"], ["run", "--tp", "two"], ["nonsense"], []])

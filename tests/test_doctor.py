@@ -38,6 +38,13 @@ def test_every_fact_has_a_name_of_its_own_and_says_what_was_found():
     }
 
 
+def test_looking_leaves_no_file_open():
+    examine()
+    before = len(os.listdir("/proc/self/fd"))
+    examine()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_the_facts_are_plain_values():
     told = json.loads(json.dumps(to_json(examine())))
     assert told["type"] == "doctor"

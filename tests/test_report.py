@@ -13,7 +13,7 @@ from tpbed.harness.findings import Cause, Finding
 from tpbed.harness.report import WIDTH, again, describe_expected, positions, render, row, to_json, to_junit
 from tpbed.harness.scenario import Expected
 from tpbed.harness.verdict import Verdict, judge
-from tpbed.tp.ledger import End
+from tpbed.tp.ledger import End, Mark
 from tpbed.tp.world import Liveness
 
 NONE_EXPECTED = unlike(ONE_RAISES, expect=(), faults=())
@@ -97,11 +97,15 @@ def test_a_doubt_with_a_traceback_begins_with_the_error_and_keeps_the_layout():
     ]
 
 
-def test_a_fault_that_fired_more_than_once_is_counted():
-    run = one_raises()
-    often = replace(run.ledgers[3], marks=run.ledgers[3].marks * 3)
-    report = render(judge(replace(run, ledgers=(*run.ledgers[:3], often))), full=True)
-    assert lines_of(report, "faults")[0].endswith("fired 3 times")
+def test_each_fault_is_told_with_how_often_it_fired():
+    run = one_raises(unlike(ONE_RAISES, faults=(*ONE_RAISES.faults, Kill(rank=2, seq=9))))
+    fired, other = run.ledgers[3].marks[0], Mark(name="answer", value=1, step="3", issued=6)
+    marks = (fired, fired, fired, other)
+    told = to_json(judge(replace(run, ledgers=(*run.ledgers[:3], replace(run.ledgers[3], marks=marks)))))["faults"]
+    assert [fault["fired"] for fault in told] == [3, 0]
+    told = render(judge(replace(run, ledgers=(*run.ledgers[:3], replace(run.ledgers[3], marks=marks)))))
+    assert lines_of(told, "faults")[0].endswith(" - fired 3 times")
+    assert f"\n{'':10}kill rank=2 seq=9 - did not fire\n" in told
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,7 @@ def test_a_fault_that_fired_more_than_once_is_counted():
         ("hang", 12.3, "proved 12 ms after the last event: x"),
         ("hang", 0.31, "proved 0.3 ms after the last event: x"),
         ("hang", 1234.5, "proved 1,234 ms after the last event: x"),
+        ("hang", 0.0, "proved 0.0 ms after the last event: x"),
         ("hang", None, "x"),
         ("stall", 1000.0, "noticed 1,000 ms after the last event: x"),
         ("diverge", 12.3, "x"),  # nothing was proved of it
@@ -154,6 +159,7 @@ def test_the_site_of_a_cause_is_not_told_twice():
     ("rank", "seen", "now", "at"),
     [
         (ledger(0, end=RETURNED), "ended", "returned", ""),
+        (ledger(0, waiting=True, end=RETURNED), "ended", "returned", ""),  # it issued without waiting
         (ledger(0, end=RAISED), "ended", "raised InjectedError", RAISED.site),
         (ledger(0, end=End(how="killed", signal=9)), "dead", "killed by SIGKILL", ""),
         (ledger(0, end=End(how="killed", signal=99)), "dead", "killed by signal 99", ""),

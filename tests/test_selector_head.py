@@ -1,5 +1,8 @@
 """DenseHead and Fp8Head: what they accept, how fp8 rows are packed, and that products stay within rigorous bounds."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,6 +39,15 @@ def test_a_packed_row_is_within_half_a_step_of_the_weight_at_any_magnitude(rows,
     error = (dequantise_fp8(packed, scale) - weight.double()).abs()
     half_step = torch.maximum(weight.double().abs() / 16, 2.0**-10 * scale.double())
     assert (error <= half_step * (1 + 1e-6)).all()
+
+
+def test_no_fp8_value_would_be_nearer_to_a_weight_than_the_one_it_was_packed_in():
+    weight = gaussian(20, 300)
+    packed, scale = pack_fp8_per_channel(weight)
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    distances = (values[values.isfinite()] * scale.double().unsqueeze(2) - weight.double().unsqueeze(2)).abs()
+    error = (dequantise_fp8(packed, scale) - weight.double()).abs()
+    assert (error <= distances.amin(dim=2) + 1e-7 * weight.double().abs()).all()
 
 
 @given(seed=st.integers(0, 999), exponent=st.integers(-30, 30))
@@ -164,9 +176,34 @@ def test_heads_without_rows_multiply_to_logits_without_columns(rows):
     assert head.quant_method.apply(head, torch.ones(rows, 4)).shape == (rows, 0)
 
 
-def test_the_cuda_kernel_is_not_chosen_for_cpu_tensors():
+def on_cuda(*shape):
+    return SimpleNamespace(is_cuda=True, shape=shape, device=torch.device("cuda", 0))
+
+
+def test_the_cuda_kernel_is_chosen_from_sizes_dtype_and_capability_and_never_for_uneven_shards(monkeypatch):
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     head = Fp8Head.from_full(torch.ones(64, 16), VocabShard.even(0, 1, 64))
+    assert fits_scaled_mm(head, on_cuda(2, 16))
     assert not fits_scaled_mm(head, torch.ones(2, 16, dtype=torch.bfloat16))
+    assert not fits_scaled_mm(head, on_cuda(0, 16))
+    assert not fits_scaled_mm(replace(head, logits_dtype=torch.float32), on_cuda(2, 16))
+    for shard, units in [
+        (VocabShard.even(0, 1, 64), 24),
+        (VocabShard.even(0, 8, 64), 16),
+        (VocabShard.uneven(0, [48, 16]), 16),
+    ]:
+        assert not fits_scaled_mm(Fp8Head.from_full(torch.ones(64, units), shard), on_cuda(2, units))
+    capability[0] = (8, 9)
+    assert not fits_scaled_mm(head, on_cuda(2, 16))
+
+
+def test_w8a8_is_the_product_of_activations_that_are_packed_like_weights():
+    weight, hidden = gaussian(64, 32, seed=1), gaussian(5, 32, seed=2).bfloat16()
+    head = Fp8Head.from_full(weight, VocabShard.even(0, 1, 64))
+    packed_hidden, full = dequantise_fp8(*pack_fp8_per_channel(hidden)), dequantise_fp8(head.weight, head.weight_scale)
+    error = (quantized.apply_scaled_mm(head, hidden).double() - reference_logits(packed_hidden, full)).abs()
+    assert (error <= error_bound(packed_hidden, full, torch.bfloat16)).all()
 
 
 def test_heads_say_the_dtype_of_their_logits_and_not_of_their_storage():

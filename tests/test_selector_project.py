@@ -75,15 +75,19 @@ def test_strided_weights_and_hidden_states_change_nothing(head_class):
 
 @dataclass(frozen=True)
 class StridedMethod:
-    """A quant method that answers with a view of a wider buffer, in another dtype than the head promises."""
+    """A quant method that answers with a view of a wider buffer, in a dtype of its own."""
+
+    dtype: torch.dtype
 
     def apply(self, layer, x, bias=None):
-        return torch.zeros(x.shape[0], 2 * layer.shard.width)[:, : layer.shard.width]
+        return torch.zeros(x.shape[0], 2 * layer.shard.width, dtype=self.dtype)[:, : layer.shard.width]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_method_that_returns_a_strided_view_still_gives_contiguous_masked_logits_of_the_promised_dtype(rows):
-    head = replace(Fp8Head.from_full(torch.ones(100, 4), VocabShard.even(1, 2, 100)), quant_method=StridedMethod())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_method_that_returns_a_strided_view_still_gives_contiguous_masked_logits_of_the_promised_dtype(rows, dtype):
+    method = StridedMethod(dtype)
+    head = replace(Fp8Head.from_full(torch.ones(100, 4), VocabShard.even(1, 2, 100)), quant_method=method)
     logits = project_candidate_logits(torch.ones(rows, 4), head)
     assert logits.is_contiguous()
     assert logits.dtype == torch.bfloat16

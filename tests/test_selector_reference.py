@@ -122,6 +122,9 @@ def test_the_reference_answer_is_accepted_under_both_rules(rows, k):
 
 @given(row=st.lists(VALUES, min_size=2, max_size=6), k=st.integers(1, 4), data=st.data())
 @example(row=[1.0, 1.0], k=1, data=[(1, 1.0)])  # a tie at the end of the list
+@example(row=[1.0, 1.0, 1.0], k=2, data=[(0, 1.0), (2, 1.0)])
+@example(row=[1.0, -inf], k=2, data=[(0, 1.0), (-1, 0.0)])
+@example(row=[1.0, -inf], k=2, data=[(0, 1.0), (-1, nan)])
 @settings(deadline=None, max_examples=300)
 def test_with_a_bound_of_zero_the_canonical_rule_accepts_nothing_but_the_reference_answer(row, k, data):
     assume(k <= len(row))
@@ -185,6 +188,8 @@ def test_an_invalid_row_must_be_marked_throughout():
     assert explain_candidates(torch.tensor([[-1, -1]]), torch.tensor([[nan, nan]]), logits, 0.0, k=2) == []
     found = explain_candidates(torch.tensor([[2, -1]]), torch.tensor([[3.0, 1.0]]), logits, 0.0, k=2)
     assert [(d.slot, d.kind) for d in found] == [(0, "wrong_ids"), (1, "wrong_ids")]
+    found = explain_candidates(torch.tensor([[-1, 2]]), torch.tensor([[nan, nan]]), logits, 0.0, k=2)
+    assert [(d.slot, d.kind) for d in found] == [(1, "wrong_ids")]
 
 
 def test_values_and_choices_within_the_bound_are_right_and_beyond_it_wrong():
@@ -196,10 +201,25 @@ def test_values_and_choices_within_the_bound_are_right_and_beyond_it_wrong():
     assert [d.kind for d in explain([1], [1.625], 1)] == ["wrong_ids"]  # and not less
     assert [d.kind for d in explain([0], [2.375], 1)] == ["wrong_ids"]  # it cannot have scored that
     assert [d.kind for d in explain([2], [1.0], 1)] == ["wrong_ids"]
+    assert explain([0], [2.25], 1) == []
+    assert [d.kind for d in explain([0], [2.25 + 1e-9], 1)] == ["wrong_ids"]
     assert explain([1, 0], [2.0, 1.875], 2) == []  # rounding swapped them
     assert explain([0, 1], [1.875, 1.875], 2) == []
     assert [d.kind for d in explain([1, 0], [1.875, 1.875], 2)] == ["order"]  # a tie, to the higher id
     assert [d.kind for d in explain([1, 0], [1.875, 2.0], 2)] == ["order"]
+
+
+def test_a_tie_that_the_bound_leaves_open_is_not_held_against_the_answer():
+    logits = torch.tensor([[2.0, 2.0]]).double()
+    assert explain_candidates(torch.tensor([[1]]), torch.tensor([[2.0]]), logits, 0.25, k=1) == []
+
+
+def test_a_bound_does_not_soften_infinities():
+    logits = torch.tensor([[inf, 1.0, -inf]]).double()
+    ids, values = torch.tensor([[0, 1, -1]]), torch.tensor([[inf, 7.0, -inf]])
+    assert explain_candidates(ids, values, logits, inf, k=3) == []
+    assert explain_candidates(torch.tensor([[0, 1, 2]]), values, logits, inf, k=3) != []
+    assert explain_candidates(ids[:, 1:], values[:, 1:], logits, inf, k=2) != []
 
 
 def test_an_answer_of_another_shape_is_one_finding_about_the_whole():

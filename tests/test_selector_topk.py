@@ -36,6 +36,12 @@ def test_canonical_order_is_value_descending_then_column_ascending_with_both_zer
     assert not values[values == 0].signbit().any()
 
 
+def test_canonical_order_holds_in_rows_too_long_for_a_simple_sort():
+    row = torch.randint(0, 3, (1, 5000), generator=torch.Generator().manual_seed(1)).float()
+    _, columns = canonical_topk(row, 4000)
+    assert columns[0].tolist() == sorted(range(5000), key=lambda i: (-row[0, i].item(), i))[:4000]
+
+
 @given(row=TIED_ROWS, data=st.data())
 @settings(deadline=None)
 def test_torchs_top_k_gives_the_same_values_and_columns_that_hold_them(row, data):

@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from tpbed.tp import rank as current_rank
 from tpbed.tp.rank import RankContext
 
 START_SEED = 0  # of every rank: processes that are forked from one parent start alike, too
-_DEVICES = ("cpu", "cuda")  # autocast keeps a dtype for each
 _TWISTER_BYTES = 2500  # 624 words and an index: a Mersenne twister in memory
+_GLANCE_BYTES = 68  # of it: the index and 16 words
 _ENVIRON: Any = os.environ
 _ENVIRONB: Any = os.environb
 
@@ -55,7 +55,7 @@ class Start:
 
     context: RankContext
     groups: RankGroups
-    variables: Mapping[str, str]  # added to the environment
+    variables: Mapping[bytes, bytes]  # the whole environment
 
 
 class Register(Protocol):
@@ -81,12 +81,14 @@ class TorchModes:
     rank that gives way inside a C++ operator does not leave that operator's exclusions to the next one either.
     """
 
+    def __init__(self) -> None:
+        self._spare: list[Any] = []  # guards
+
     def save(self) -> Any:
         """Leaves grad mode on, inference mode off, no modes and no default device."""
-        guard = torch._C._InferenceMode(False)
+        guard = self._spare.pop() if self._spare else _GUARD(False)
         guard.__enter__()
-        functions = torch._C._len_torch_function_stack()
-        dispatches = torch._C._len_torch_dispatch_stack()
+        functions, dispatches = _FUNCTION_MODES(), _DISPATCH_MODES()
         return guard, (_take_modes(functions, dispatches) if functions or dispatches else None)
 
     def load(self, saved: Any) -> None:
@@ -95,13 +97,20 @@ class TorchModes:
         if modes is not None:
             _put_modes(*modes)
         guard.__exit__(None, None, None)
+        self._spare.append(guard)
 
     def start(self, start: Start) -> Any:
         """As in a process that has just imported torch."""
-        if torch._C._is_any_autocast_enabled():
+        if _ANY_AUTOCAST():
             for device in _DEVICES:
                 torch.set_autocast_enabled(device, False)
         return self.save()
+
+
+_GUARD: Any = torch._C._InferenceMode
+_FUNCTION_MODES = torch._C._len_torch_function_stack
+_DISPATCH_MODES = torch._C._len_torch_dispatch_stack
+_ANY_AUTOCAST = torch._C._is_any_autocast_enabled
 
 
 def _take_modes(functions: int, dispatches: int) -> Any:
@@ -124,16 +133,16 @@ def _put_modes(functions: list[Any], dispatches: list[Any], device: tuple[Any, A
 
 
 class AutocastTypes:
-    """The dtypes that autocast casts to, and whether it keeps casts; casts that one rank kept are not for another."""
+    """The dtypes that autocast casts to, and whether it keeps casts; what one rank has kept is not for another."""
 
     def __init__(self) -> None:
         self._loaded: Any = None
 
     def save(self) -> Any:
         """The same object again where nothing has changed."""
-        if torch._C._is_any_autocast_enabled():
+        if _ANY_AUTOCAST():
             torch.clear_autocast_cache()
-        now = *map(torch.get_autocast_dtype, _DEVICES), torch.is_autocast_cache_enabled()
+        now = _AUTOCAST_TYPE("cpu"), _AUTOCAST_TYPE("cuda"), _KEEPS_CASTS()
         if now != self._loaded:
             self._loaded = now
         return self._loaded
@@ -148,15 +157,19 @@ class AutocastTypes:
 
     def start(self, start: Start) -> Any:
         """torch's own defaults."""
-        return torch.bfloat16, torch.float16, True
+        return _AUTOCAST_START
+
+
+_DEVICES = ("cpu", "cuda")
+_AUTOCAST_TYPE = torch.get_autocast_dtype
+_KEEPS_CASTS = torch.is_autocast_cache_enabled
+_AUTOCAST_START = (torch.bfloat16, torch.float16, True)
 
 
 class DefaultType:
     """torch's default dtype."""
 
-    def save(self) -> Any:
-        """It."""
-        return torch.get_default_dtype()
+    save = staticmethod(torch.get_default_dtype)
 
     def load(self, saved: Any) -> None:
         """Set it where it differs: setting is ten times as dear as asking."""
@@ -172,15 +185,9 @@ class TorchRandom:
     """torch's default CPU generator: 5 KB, cheaper to copy than to compare."""
 
     def __init__(self) -> None:
+        self.save: Callable[[], Any] = torch.default_generator.get_state
+        self.load: Callable[[Any], Any] = torch.default_generator.set_state
         self._start = torch.Generator().manual_seed(START_SEED).get_state()
-
-    def save(self) -> Any:
-        """A copy of its state."""
-        return torch.default_generator.get_state()
-
-    def load(self, saved: Any) -> None:
-        """Into the generator."""
-        torch.default_generator.set_state(saved)
 
     def start(self, start: Start) -> Any:
         """As after torch.manual_seed(START_SEED)."""
@@ -190,22 +197,22 @@ class TorchRandom:
 class NumpyRandom:
     """NumPy's global generator.
 
-    NumPy copies it in 25 us. Whether a rank has used it shows in the words of its twister, which are compared in place;
-    only the second of two normal deviates leaves them as they are, and that one is known from the copy after the first.
+    NumPy copies it in 25 us. Whether a rank has used it shows in the tail of its twister, which is compared in place;
+    only the second of two normal deviates leaves that as it is, and it is known from the copy made after the first.
     """
 
     def __init__(self) -> None:
         self._generator: Any = None
-        self._memory: Any = None
+        self._twister: Any = None
         self._loaded: Any = (None, b"", None)  # generator, words of its twister, NumPy's own copy of its state
         state = np.random.RandomState(START_SEED).get_state(legacy=False)
         self._start = (np.random.MT19937(), _numpy_words(state), state)
 
     def save(self) -> Any:
         """The same object again where nothing has changed."""
-        words = self._words()
-        generator, known, state = self._loaded
-        if generator is not self._generator or known != words or not words or state["has_gauss"]:
+        now, (generator, words, state) = self._look(), self._loaded
+        if generator is not self._generator or not now or not words.endswith(now) or state["has_gauss"]:
+            words = self._twister.words.raw if self._twister else b""
             self._loaded = (self._generator, words, np.random.get_state(legacy=False))
         return self._loaded
 
@@ -214,8 +221,8 @@ class NumpyRandom:
         known, self._loaded = self._loaded, saved
         if saved is known:
             return
-        if self._words() and self._generator is saved[0] and not known[2]["has_gauss"] and not saved[2]["has_gauss"]:
-            ctypes.memmove(self._memory, saved[1], _TWISTER_BYTES)
+        if self._look() and self._generator is saved[0] and not known[2]["has_gauss"] and not saved[2]["has_gauss"]:
+            ctypes.memmove(self._twister.words, saved[1], _TWISTER_BYTES)
             return
         np.random.set_bit_generator(saved[0])
         np.random.set_state(saved[2])
@@ -227,11 +234,22 @@ class NumpyRandom:
             self._start = (generator, *self._start[1:])
         return self._start
 
-    def _words(self) -> bytes:
+    def _look(self) -> bytes:
         generator = np.random.get_bit_generator()
         if generator is not self._generator:
-            self._generator, self._memory = generator, _numpy_memory(generator)
-        return b"" if self._memory is None else bytes(self._memory.raw)
+            self._generator, self._twister = generator, _numpy_twister(generator)
+        return self._twister.tail.raw if self._twister else b""
+
+
+class _Twister:
+    """A Mersenne twister in memory. Every draw moves its index, or renews all words: a few of them tell."""
+
+    __slots__ = ("head", "tail", "words")
+
+    def __init__(self, address: int) -> None:
+        self.words = (ctypes.c_char * _TWISTER_BYTES).from_address(address)
+        self.head = (ctypes.c_char * _GLANCE_BYTES).from_address(address)
+        self.tail = (ctypes.c_char * _GLANCE_BYTES).from_address(address + _TWISTER_BYTES - _GLANCE_BYTES)
 
 
 def _numpy_words(state: Any) -> bytes:
@@ -239,28 +257,28 @@ def _numpy_words(state: Any) -> bytes:
     return bytes(words["key"].tobytes() + int(words["pos"]).to_bytes(4, sys.byteorder))
 
 
-def _numpy_memory(generator: Any) -> Any:
-    """A view of the generator's state, whose address NumPy makes public; None where it is not what it should be."""
+def _numpy_twister(generator: Any) -> _Twister | None:
+    """The generator's memory, at the address that NumPy makes public; None where it is not laid out as it should be."""
     if type(generator) is not np.random.MT19937:
         return None
-    memory = (ctypes.c_char * _TWISTER_BYTES).from_address(generator.ctypes.state_address)
-    return memory if memory.raw == _numpy_words(generator.state) else None
+    twister = _Twister(generator.ctypes.state_address)
+    return twister if twister.words.raw == _numpy_words(generator.state) else None
 
 
 class PythonRandom:
-    """The generator of the `random` module. Python copies it in 7 us; whether a rank has used it shows in its words."""
+    """The generator of the `random` module. Python copies it in 7 us; whether a rank has used it shows in its head."""
 
     def __init__(self) -> None:
-        self._memory = _python_memory(random._inst)  # type: ignore[attr-defined]
+        self._twister = _python_twister(_PYTHON)
         self._loaded: Any = (b"", ())
-        fresh = random.Random(START_SEED)
-        self._start = (_python_words(_python_memory(fresh)), fresh.getstate())
+        start = random.Random(START_SEED)
+        self._start = (_python_words(start.getstate())[:_GLANCE_BYTES], start.getstate())
 
     def save(self) -> Any:
         """The same object again where nothing has changed."""
-        words = _python_words(self._memory)
-        if not words or words != self._loaded[0] or random._inst.gauss_next != self._loaded[1][2]:  # type: ignore[attr-defined]
-            self._loaded = (words, random.getstate())
+        now, (head, state) = self._twister.head.raw if self._twister else b"", self._loaded
+        if now != head or not now or _PYTHON.gauss_next != state[2]:
+            self._loaded = (now, random.getstate())
         return self._loaded
 
     def load(self, saved: Any) -> None:
@@ -274,58 +292,21 @@ class PythonRandom:
         return self._start
 
 
-def _python_memory(generator: random.Random) -> Any:
-    """A view of CPython's generator, an index and its words; None where its layout is not that one."""
-    memory = (ctypes.c_char * _TWISTER_BYTES).from_address(id(generator) + object.__basicsize__)
-    *words, index = generator.getstate()[1]
-    laid_out = b"".join(word.to_bytes(4, sys.byteorder) for word in (index, *words))
-    return memory if type(generator).__basicsize__ >= object.__basicsize__ + _TWISTER_BYTES and memory.raw == laid_out else None
+_PYTHON: Any = random._inst  # type: ignore[attr-defined]
 
 
-def _python_words(memory: Any) -> bytes:
-    return b"" if memory is None else bytes(memory.raw)
+def _python_words(state: Any) -> bytes:
+    *words, index = state[1]
+    return b"".join(word.to_bytes(4, sys.byteorder) for word in (index, *words))
 
 
-class Variables(dict[bytes, bytes]):
-    """A rank's environment variables. `written` are the names that ranks set or removed, and so in C's copy as well."""
-
-    written: set[bytes] = set()
-
-    def __setitem__(self, name: bytes, value: bytes) -> None:
-        self.written.add(name)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: bytes) -> None:
-        super().__delitem__(name)
-        self.written.add(name)
-
-
-class Environment:
-    """os.environ. Each rank has its own; C's copy, which subprocesses inherit, holds what was written last."""
-
-    def save(self) -> Any:
-        """The variables themselves."""
-        return _ENVIRON._data
-
-    def load(self, saved: Any) -> None:
-        """os.environ and os.environb are two views of one dict; where it is the caller's, C's copy follows it."""
-        _ENVIRON._data = _ENVIRONB._data = saved
-        if Variables.written and not isinstance(saved, Variables):
-            _restore_c_environment(saved)
-
-    def start(self, start: Start) -> Any:
-        """The caller's variables and the rank's."""
-        added = {_ENVIRON.encodekey(name): _ENVIRON.encodevalue(value) for name, value in start.variables.items()}
-        return Variables(_ENVIRON._data | added)
-
-
-def _restore_c_environment(variables: Mapping[bytes, bytes]) -> None:
-    for name in Variables.written:
-        if name in variables:
-            os.putenv(name, variables[name])
-        else:
-            os.unsetenv(name)
-    Variables.written.clear()
+def _python_twister(generator: random.Random) -> _Twister | None:
+    """The generator's memory; None where this Python does not lay it out as an index and its words."""
+    header = object.__basicsize__
+    if type(generator).__basicsize__ < header + _TWISTER_BYTES:
+        return None
+    twister = _Twister(id(generator) + header)
+    return twister if twister.words.raw == _python_words(generator.getstate()) else None
 
 
 class Cuda:
@@ -350,6 +331,52 @@ class Cuda:
     def start(self, start: Start) -> Any:
         """None: a rank that never asks for CUDA does not start it."""
         return None
+
+
+class Variables(dict[bytes, bytes]):
+    """A rank's environment variables. `written` are the names that ranks set or removed, and so in C's copy as well."""
+
+    written: ClassVar[set[bytes]] = set()
+
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        self.written.add(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: bytes) -> None:
+        super().__delitem__(name)
+        self.written.add(name)
+
+
+class Environment:
+    """os.environ. Each rank has its own; C's copy, which subprocesses inherit, holds what was written last."""
+
+    def save(self) -> Any:
+        """The variables themselves."""
+        return _ENVIRON._data
+
+    def load(self, saved: Any) -> None:
+        """os.environ and os.environb are two views of one dict; where it is the caller's, C's copy follows it."""
+        _ENVIRON._data = _ENVIRONB._data = saved
+        if Variables.written and not isinstance(saved, Variables):
+            _restore_c_environment(saved)
+
+    def start(self, start: Start) -> Any:
+        """The rank's own."""
+        return Variables(start.variables)
+
+
+def environment() -> dict[bytes, bytes]:
+    """A copy of the variables in place."""
+    return dict(_ENVIRON._data)
+
+
+def _restore_c_environment(variables: Mapping[bytes, bytes]) -> None:
+    for name in Variables.written:
+        if name in variables:
+            os.putenv(name, variables[name])
+        else:
+            os.unsetenv(name)
+    Variables.written.clear()
 
 
 class Groups:
@@ -384,6 +411,7 @@ class Context:
         return start.context
 
 
+_BUILT_FOR_CUDA = (Cuda(),) if torch.backends.cuda.is_built() else ()
 REGISTERS: tuple[Register, ...] = (
     TorchModes(),
     AutocastTypes(),
@@ -391,21 +419,24 @@ REGISTERS: tuple[Register, ...] = (
     TorchRandom(),
     NumpyRandom(),
     PythonRandom(),
+    *_BUILT_FOR_CUDA,
     Environment(),
-    Cuda(),
     Groups(),
     Context(),
 )
+_NAMES = (Environment, Groups, Context)  # what they name stays the same: enough to save it once
 
 
 class Isolation:
     """One rank's own share of the process, or the caller's: in place while it runs, put away while another runs."""
 
-    __slots__ = ("_saved",)
+    __slots__ = ("_names", "_saved")
 
     def __init__(self, start: Start | None = None) -> None:
-        """That of a rank that has yet to start; without `start`, that of whoever runs now."""
-        self._saved: list[Any] = [] if start is None else [register.start(start) for register in REGISTERS]
+        """That of a rank that has yet to start; without `start`, that of whoever runs now, which is left in place."""
+        own = (lambda register: register.save()) if start is None else (lambda register: register.start(start))
+        self._names = [own(register) for register in REGISTERS if isinstance(register, _NAMES)]
+        self._saved = [] if start is None else [own(register) for register in REGISTERS if not isinstance(register, _NAMES)]
 
     def leave(self) -> None:
         """Put it away."""
@@ -415,18 +446,37 @@ class Isolation:
         """Put it back in place."""
         for load, saved in zip(_LOADS, self._saved, strict=True):
             load(saved)
+        for load, saved in zip(_LOAD_NAMES, self._names, strict=True):
+            load(saved)
 
 
+def quietly(act: Callable[[Moved], None], on: Moved) -> None:
+    """Call `act(on)` under no mode of any rank, and so that it may write to any tensor, as a transport does."""
+    saved = _MODES.save()
+    guard = torch._C._InferenceMode(True)
+    guard.__enter__()
+    try:
+        act(on)
+    finally:
+        guard.__exit__(None, None, None)
+        _MODES.load(saved)
+
+
+Moved = TypeVar("Moved")
+_MODES = TorchModes()
 _SAVES: tuple[Callable[[], Any], ...]
 _LOADS: tuple[Callable[[Any], None], ...]
+_LOAD_NAMES: tuple[Callable[[Any], None], ...]
 
 
 def use(registers: tuple[Register, ...]) -> None:
     """Isolate these and nothing else: the tests show with it what each register is for."""
-    global REGISTERS, _SAVES, _LOADS
+    global REGISTERS, _SAVES, _LOADS, _LOAD_NAMES
     REGISTERS = registers
-    _SAVES = tuple(register.save for register in registers)
-    _LOADS = tuple(register.load for register in registers)
+    states = [register for register in registers if not isinstance(register, _NAMES)]
+    _SAVES = tuple(register.save for register in states)
+    _LOADS = tuple(register.load for register in states)
+    _LOAD_NAMES = tuple(register.load for register in registers if isinstance(register, _NAMES))
 
 
 use(REGISTERS)

@@ -43,10 +43,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from tpbed.tp.errors import TestbedError
-from tpbed.tp.isolation import Isolation, RankGroups, Start, quietly
+from tpbed.tp.isolation import Isolation, RankGroups, Start, environment, quietly
 from tpbed.tp.ledger import WORLD, End, Event, read_ledger
 from tpbed.tp.rank import Death, RankContext
-from tpbed.tp.recorder import Recorder
+from tpbed.tp.recorder import Recorder, call_site
 from tpbed.tp.recording import BACKEND, RecordingGroup
 from tpbed.tp.schedule import RoundRobin, Schedule, ScheduleError
 from tpbed.tp.world import Liveness, RankProgram, RankState, WorldRun
@@ -87,6 +87,9 @@ class _Unwind(BaseException):
     """Ends a rank whose run is over; `except Exception` does not see it."""
 
 
+Move = Callable[[list["SimulatedWork"]], None]
+
+
 class _Rank:
     """One rank of one run."""
 
@@ -122,6 +125,8 @@ class _Run:
         self.channels: dict[Any, _Channel] = {}
         self.registered: list[Any] = []  # names in torch's C++ registry
         self.store = _RefusedStore()
+        self.proof_ms: float | None = None
+        self.alive: tuple[int, ...] = ()  # ranks that did not let their run end
         self.ranks = [self._rank(index) for index in self.members]
 
     def _rank(self, index: int) -> _Rank:
@@ -143,11 +148,13 @@ class _Run:
     def launch(self) -> None:
         """Make the ranks, and the default group of each; the caller's own state must be put away."""
         places = {rank: rank for rank in self.members}
+        variables = _variables(len(self.members))
         for rank in self.ranks:
+            variables[b"RANK"] = variables[b"LOCAL_RANK"] = str(rank.index).encode()
             group = form(self, rank, "0", self.members, WORLD)
             enter_group(rank.groups, group, "0", places, BACKEND, self.store)
             rank.groups.default_pg, rank.groups.group_count = group, 1
-            rank.isolation = Isolation(Start(rank.context, rank.groups, _variables(rank.index, len(self.members))))
+            rank.isolation = Isolation(Start(rank.context, rank.groups, variables))
             rank.greenlet = greenlet(self._live)
 
     def drive(self) -> None:
@@ -159,6 +166,32 @@ class _Run:
             if self.failure is not None:
                 raise self.failure
 
+    def conclude(self) -> None:
+        """Nobody can move: write down what each rank did, and which ranks wait for ever."""
+        started = time.perf_counter()
+        size = len(self.members)
+        self.ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
+        self.liveness = tuple(
+            Liveness(state=rank.state, detail=rank.detail, frames=_frames(rank.greenlet)) for rank in self.ranks
+        )
+        self.results = tuple(rank.result for rank in self.ranks)
+        self.stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
+        self.proved = time.perf_counter()
+        if any(rank.state not in ("ended", "dead") for rank in self.ranks):
+            self.proof_ms = (self.proved - started) * 1e3
+
+    def report(self) -> WorldRun:
+        """What `conclude` wrote down, once the world is ready for the next run."""
+        return WorldRun(
+            world=SimulatedWorld.name,
+            results=self.results,
+            ledgers=self.ledgers,
+            liveness=self.liveness,
+            stuck=self.stuck,
+            proof_ms=self.proof_ms,
+            recovery_ms=None if self.proof_ms is None else (time.perf_counter() - self.proved) * 1e3,
+        )
+
     def unwind(self) -> None:
         """End the ranks that have not ended, by an exception where they stand. Nothing of it is recorded."""
         self.unwinding = True
@@ -169,18 +202,17 @@ class _Run:
                 rank.greenlet.throw(_Unwind)
                 rank.isolation.leave()
 
-    def dissolve(self) -> tuple[int, ...]:
-        """Take the run apart, so that nothing of it waits for the garbage collector; returns the ranks still alive."""
+    def dissolve(self) -> None:
+        """Take the run apart, so that nothing of it waits for the garbage collector."""
         self.current, self.over = None, True
         for name in self.registered:
             c10d._unregister_process_group(name)
-        alive = [rank for rank in self.ranks if rank.greenlet]
-        _abandoned.extend(rank.greenlet for rank in alive)
+        self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet)
+        _abandoned.extend(self.ranks[index].greenlet for index in self.alive)
         for rank in self.ranks:
             rank.greenlet = rank.isolation = rank.waits_for = None
         self.channels.clear()
         self.ranks = []
-        return tuple(rank.index for rank in alive)
 
     # In the greenlet of a rank.
 
@@ -226,7 +258,7 @@ class _Run:
 
     def wait_for(self, work: SimulatedWork, timeout_s: float) -> None:
         """Until the collective is complete; even if it is, another rank may have the turn first."""
-        rank = self.here()
+        rank = self.here(work.rank)
         if work.done:
             if self.ready:
                 insort(self.ready, rank.index)
@@ -255,9 +287,9 @@ class _Run:
         else:
             self.poll()
 
-    def poll(self) -> None:
+    def poll(self, rank: _Rank | None = None) -> None:
         """The rank asks for something instead of waiting for it: all others first; then time passes, if that helps."""
-        rank = self.here()
+        rank = self.here(rank)
         rank.polls = rank.polls + 1 if rank.polled_at == self.progress else 1
         rank.polled_at = self.progress
         if rank.polls > IDLE_POLLS:
@@ -352,15 +384,25 @@ def _fulfil(rank: _Rank) -> None:
         work.fulfil()
 
 
-def _variables(rank: int, world_size: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # nobody listens there
-    }
+def _variables(world_size: int) -> dict[bytes, bytes]:
+    """The caller's environment and what a launcher would add to it, but for the rank itself."""
+    size = str(world_size).encode()
+    launched = {b"WORLD_SIZE": size, b"LOCAL_WORLD_SIZE": size, b"MASTER_ADDR": b"127.0.0.1", b"MASTER_PORT": b"29500"}
+    return environment() | launched
+
+
+def _frames(suspended: Any) -> tuple[str, ...]:
+    """Where a suspended rank stands, innermost first, outside torch and the test bed."""
+    frame: FrameType | None = suspended.gr_frame if suspended else None
+    sites = []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_OURS):
+            sites.append(call_site(frame))
+        frame = frame.f_back
+    return tuple(sites)
+
+
+_NOT_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
 
 
 # torch.distributed's own machinery, made to speak for the rank whose turn it is.
@@ -479,8 +521,8 @@ def _in_place(run: _Run) -> Iterator[None]:
     finally:
         for name, (old, _) in replaced.items():
             setattr(c10d, name, old)
+        run.dissolve()
         _running, sys.excepthook = None, hook
-        run.isolation_of_nobody()
         caller.enter()
 
 
@@ -552,7 +594,9 @@ class SimulatedWork(dist.Work):
     def result(self) -> list[Tensor]:
         """The outputs."""
         if not self.done:
-            raise RuntimeError("Work needs to be completed before calling result(). Should call wait() before result().")
+            raise RuntimeError(
+                "Work needs to be completed before calling result(). Should call wait() before result()."
+            )
         return list(self.outputs or self.inputs)
 
     def get_future(self) -> SimulatedFuture:
@@ -663,6 +707,431 @@ class SimulatedGroup:
         )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        """dist.all_gather_single, which was all_gather_into_tensor."""
-        if output.dtype is not input.dtype or output.shape != (self._size * input.shape[:1].numel(), *input.shape[1:]):
-            self.allgather([list(output.chunk(self._size))], [input])
+        """dist.all_gather_single; all_gather_into_tensor before torch 2.13."""
+        fits = input.dim() > 0 and output.shape == (self._size * input.shape[0], *input.shape[1:])
+        if not fits or output.dtype is not input.dtype:
+            return self.allgather([list(output.chunk(self._size))], [input])  # says what is wrong
+        size = _payload_bytes(input)
+        return self._join(SimulatedWork("all_gather", _all_gather, [input], [output], payload_bytes=size, whole=True))
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_reduce."""
+        return self._join_reduction("all_reduce", _all_reduce, tensors, opts or dist.AllreduceOptions())
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.reduce."""
+        opts = opts or c10d.ReduceOptions()
+        return self._join_reduction("reduce", _reduce, tensors, opts, root=opts.rootRank)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.broadcast."""
+        root = (opts or dist.BroadcastOptions()).rootRank
+        size = _payload_bytes(tensors[0], in_memory=True)
+        return self._join(SimulatedWork("broadcast", _broadcast, tensors, payload_bytes=size, root=root))
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
+        """dist.reduce_scatter."""
+        if len(inputs[0]) != self._size:
+            raise RuntimeError("invalid input tensor list size, must be world size")
+        _require_alike("reduce_scatter", outputs, inputs[0][self._place])
+        opts = opts or dist.ReduceScatterOptions()
+        return self._join_reduction("reduce_scatter", _reduce_scatter, inputs[0], opts, outputs=outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+        """dist.reduce_scatter_single; reduce_scatter_tensor before torch 2.13."""
+        if not output.dim() or input.shape != (output.shape[0] * self._size, *output.shape[1:]):
+            raise RuntimeError(
+                f"reduce_scatter: the input must be {self._size} outputs in a row (output {tuple(output.shape)}, "
+                f"input {tuple(input.shape)})"
+            )
+        _require_kind("reduce_scatter", 0, output, input)
+        opts = opts or dist.ReduceScatterOptions()
+        return self._join_reduction("reduce_scatter", _reduce_scatter, [input], opts, outputs=[output], whole=True)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_to_all."""
+        self._require_size("output tensor list size {1} does not match world size {0}", outputs)
+        self._require_size("input tensor list size {1} does not match world size {0}", inputs)
+        for tensors in (outputs, inputs):
+            _require_alike("all_to_all", tensors, tensors[0])
+        splits = [_payload_bytes(tensor) for tensor in inputs], [tensor.nbytes for tensor in outputs]
+        return self._join(SimulatedWork("all_to_all", _all_to_all, inputs, outputs, splits=splits))
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
+    ) -> SimulatedWork:
+        """dist.all_to_all_single."""
+        if not (input.is_contiguous() or _is_channels_last(input)):
+            raise ValueError("Tensors must be contiguous")
+        for tensor in (input, output):
+            _payload_bytes(tensor, in_memory=True)
+        split = bool(out_splits or in_splits)
+        if not split and input.nbytes != output.nbytes:
+            raise RuntimeError(f"all_to_all: input and output must be equally large ({input.nbytes}, {output.nbytes})")
+        splits = self._split(input, in_splits, split), self._split(output, out_splits, split)
+        return self._join(SimulatedWork("all_to_all", _all_to_all, [input], [output], splits=splits, whole=True))
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.gather."""
+        root = (opts or c10d.GatherOptions()).rootRank
+        if root == self._place:
+            self._require_size(_WRONG_LIST.format("output"), outputs[0])
+            _require_alike("gather", outputs[0], inputs[0])
+        got = outputs[0] if root == self._place else []
+        size = _payload_bytes(inputs[0])
+        return self._join(SimulatedWork("gather", _all_gather, inputs, got, payload_bytes=size, root=root))
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
+        """dist.scatter."""
+        root = (opts or c10d.ScatterOptions()).rootRank
+        sent = inputs[0] if root == self._place else []
+        if root == self._place:
+            self._require_size(_WRONG_LIST.format("input"), sent)
+            _require_alike("scatter", sent, outputs[0])
+        size = max(_payload_bytes(tensor, in_memory=True) for tensor in (*sent, *outputs))
+        return self._join(SimulatedWork("scatter", _scatter, sent, outputs, payload_bytes=size, root=root))
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        """dist.barrier; its time-out, unlike the group's, counts."""
+        work = SimulatedWork("barrier", _nothing)
+        work.timeout_s = max(opts.timeout.total_seconds(), 0.0) if opts is not None else 0.0
+        return self._join(work)
+
+    def _join_reduction(
+        self,
+        op: str,
+        move: Move,
+        inputs: list[Tensor],
+        opts: Any,
+        *,
+        outputs: Sequence[Tensor] = (),
+        root: int = -1,
+        whole: bool = False,
+    ) -> SimulatedWork:
+        reduce_op = opts.reduceOp.op
+        if reduce_op not in _FOLDS:
+            raise UnsupportedCollectiveError(f"{reduce_op} is not simulated: use another reduce op, or a real world.")
+        if reduce_op in _BITWISE and inputs[0].is_floating_point():
+            raise RuntimeError(f"Cannot use ReduceOp.{reduce_op.name} with non-integral dtype")
+        size = sum(_payload_bytes(tensor, in_memory=not outputs) for tensor in inputs)
+        work = SimulatedWork(op, move, inputs, outputs, payload_bytes=size, root=root, reduce_op=reduce_op, whole=whole)
+        return self._join(work)
+
+    def _join(self, work: SimulatedWork) -> SimulatedWork:
+        work.run, work.rank = self._run, self._run.here(self._rank)
+        if self._size > 1 and torch._C._current_graph_task_id() != -1:
+            raise UnsupportedCollectiveError(
+                f"{work.terms[0]} inside backward() is not simulated: torch runs the backward passes of one thread "
+                "as one; use a real world for this program."
+            )
+        tensors = work.outputs or work.inputs
+        if tensors and tensors[0].is_cuda:
+            work.stream = _stream_outside_capture(work.terms[0])
+        self._seq += 1
+        self._run.progress += 1
+        parts = self._channel.arrive(self._seq, self._place, work)
+        if parts is not None:
+            _settle(parts)
+        return work
+
+    def _require_size(self, message: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self._size:
+            raise RuntimeError(message.format(self._size, len(tensors)))
+
+    def _split(self, tensor: Tensor, splits: list[int], split: bool) -> list[int]:
+        """Bytes of each member's share; torch counts splits in rows."""
+        if not split:
+            return [tensor.nbytes // self._size] * self._size
+        rows = tensor.shape[0]
+        if not splits:
+            if rows % self._size:
+                raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size:
+            raise RuntimeError("Number of tensor splits not equal to group size")
+        if sum(splits) != rows:
+            raise RuntimeError("Split sizes doesn't match total dim 0 size")
+        return [count * (tensor.nbytes // max(rows, 1)) for count in splits]
+
+
+_WRONG_LIST = "Incorrect {0} list size {{1}}. {0} list size should be {{0}}, same as size of the process group."
+_KINDS = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool,
+})  # fmt: skip
+
+
+def _payload_bytes(tensor: Tensor, *, in_memory: bool = False) -> int:
+    """Bytes that a tensor brings. Raises where gloo would, and where it should: past the end of the storage."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedCollectiveError(f"a tensor of layout {tensor.layout} is not simulated: use a dense one.")
+    if tensor.dtype not in _KINDS:
+        raise RuntimeError("Invalid scalar type")
+    size = tensor.nbytes
+    if in_memory and not tensor.is_contiguous():
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+        if size > held:
+            raise OverrunError(
+                f"a collective takes {size} bytes in a row from a tensor of shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}, whose storage ends after {held}: make the tensor contiguous."
+            )
+    return size
+
+
+def _require_alike(op: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+    for index, tensor in enumerate(tensors):
+        _require_kind(op, index, tensor, like)
+        if tensor.shape != like.shape:
+            raise RuntimeError(
+                f"{op}: invalid tensor size at index {index} (expected {tuple(like.shape)}, got {tuple(tensor.shape)})"
+            )
+
+
+def _require_kind(op: str, index: int, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dtype is not like.dtype or tensor.device != like.device:
+        raise RuntimeError(
+            f"{op}: invalid tensor type at index {index} (expected {like.dtype} on {like.device}, "
+            f"got {tensor.dtype} on {tensor.device})"
+        )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
+
+
+def _stream_outside_capture(op: str) -> Any:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedCollectiveError(f"{op} inside a CUDA graph capture is not simulated: stay eager here.")
+    return torch.cuda.current_stream()
+
+
+# How the data move. `parts` are in group order, and agree.
+
+_OPS = dist.ReduceOp.RedOpType
+_BITWISE = (_OPS.BAND, _OPS.BOR, _OPS.BXOR)
+_FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    _OPS.SUM: Tensor.add_,
+    _OPS.AVG: Tensor.add_,
+    _OPS.PRODUCT: Tensor.mul_,
+    _OPS.MIN: lambda total, value: torch.where(value < total, value, total),
+    _OPS.MAX: lambda total, value: torch.where(total < value, value, total),
+    _OPS.BAND: Tensor.bitwise_and_,
+    _OPS.BOR: Tensor.bitwise_or_,
+    _OPS.BXOR: Tensor.bitwise_xor_,
+}
+
+
+def _nothing(parts: list[SimulatedWork]) -> None:
+    pass
+
+
+def _all_gather(parts: list[SimulatedWork]) -> None:
+    """Each part's input to everybody's outputs; only the root has outputs in a gather."""
+    sent = [part.inputs[0] for part in parts]
+    if not all(tensor.shape == sent[0].shape and tensor.dtype is sent[0].dtype for tensor in sent):
+        _all_gather_bytes(parts, sent)
+        return
+    row = torch.cat(sent) if any(part.whole for part in parts) else None
+    for part in parts:
+        if part.whole and row is not None:
+            part.outputs[0].copy_(row)
+        elif part.outputs:
+            torch._foreach_copy_(part.outputs, sent)
+
+
+def _all_gather_bytes(parts: list[SimulatedWork], sent: list[Tensor]) -> None:
+    flat = [tensor.reshape(-1) for tensor in sent]
+    for part in parts:
+        outputs = part.outputs[0].chunk(len(parts)) if part.whole else part.outputs
+        for output, values in zip(outputs, flat, strict=False):
+            _deliver(output, values)
+
+
+def _broadcast(parts: list[SimulatedWork]) -> None:
+    root = parts[parts[0].terms[1]]
+    for part in parts:
+        if part is not root:
+            _deliver(_memory(part.inputs[0]), _memory(root.inputs[0]))
+
+
+def _scatter(parts: list[SimulatedWork]) -> None:
+    root = parts[parts[0].terms[1]]
+    for part, values in zip(parts, root.inputs, strict=True):
+        _deliver(_memory(part.outputs[0]), _memory(values))
+
+
+def _all_reduce(parts: list[SimulatedWork]) -> None:
+    tensors = [_memory(part.inputs[0]) for part in parts]
+    for tensor, total in zip(tensors, _totals(parts, tensors), strict=True):
+        tensor.copy_(total)
+
+
+def _reduce(parts: list[SimulatedWork]) -> None:
+    root = parts[0].terms[1]
+    tensors = [_memory(part.inputs[0]) for part in parts]
+    for place, (tensor, total) in enumerate(zip(tensors, _totals(parts, tensors), strict=True)):
+        scratch = 0 if place == root else tensor.numel() - tensor.numel() // len(parts)
+        tensor[scratch:].copy_(total[scratch:])
+
+
+def _reduce_scatter(parts: list[SimulatedWork]) -> None:
+    if not all(part.whole for part in parts):
+        _reduce_scatter_lists(parts)
+        return
+    dense = [_dense(part.inputs[0]) for part in parts]
+    totals = _totals(parts, [_memory(tensor) for tensor in dense])
+    for place, (part, tensor, total) in enumerate(zip(parts, dense, totals, strict=True)):
+        rows = part.outputs[0].shape[0]
+        total = total.as_strided(tensor.shape, tensor.stride(), 0)
+        part.outputs[0].copy_(total.narrow(0, place * rows, rows))
+
+
+def _reduce_scatter_lists(parts: list[SimulatedWork]) -> None:
+    inputs = [part.inputs[0].chunk(len(parts)) if part.whole else part.inputs for part in parts]
+    totals = []
+    for place, part in enumerate(parts):
+        values = [_memory(_dense(row[place])) for row in inputs]
+        values[place] = _own_share(part.outputs[0], inputs[place][place])
+        totals.append(_total(part, values))
+    for part, total in zip(parts, totals, strict=True):
+        _memory(part.outputs[0]).copy_(total)
+
+
+def _own_share(output: Tensor, share: Tensor) -> Tensor:
+    """A rank's own share goes to its output by index, and is then read from there by memory, as the peers' are."""
+    if output.is_contiguous():
+        return share.reshape(-1)
+    output.copy_(share)
+    return _memory(output)
+
+
+def _all_to_all(parts: list[SimulatedWork]) -> None:
+    """Through copies, as an output may be an input of the same rank."""
+    sent = []
+    for part in parts:
+        tensors = [_memory(part.inputs[0])] if part.whole else [tensor.reshape(-1) for tensor in part.inputs]
+        sent.append(_pieces(torch.cat(tensors), part.splits[0] if part.splits else []))
+    for place, part in enumerate(parts):
+        outputs: Sequence[Tensor] = part.outputs
+        if part.whole:
+            outputs = _pieces(_memory(part.outputs[0]), part.splits[1] if part.splits else [])
+        for source, output in enumerate(outputs):
+            _deliver(output, sent[source][place])
+
+
+def _pieces(flat: Tensor, sizes: list[int]) -> list[Tensor]:
+    rest = flat.nbytes - sum(sizes)  # where no splits are given and the members do not divide the tensor
+    return list(flat.view(torch.uint8).split([*sizes, rest]))[: len(sizes)]
+
+
+def _totals(parts: list[SimulatedWork], tensors: list[Tensor]) -> list[Tensor]:
+    """What each part gets: all tensors reduced by its own op, as its own dtype."""
+    totals: dict[Any, Tensor] = {}
+    for part, tensor in zip(parts, tensors, strict=True):
+        key = part.reduce_op, tensor.dtype
+        if key not in totals:
+            totals[key] = _total(part, tensors)
+    return [totals[part.reduce_op, tensor.dtype] for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _total(part: SimulatedWork, values: list[Tensor]) -> Tensor:
+    dtype, fold = part.inputs[0].dtype, _FOLDS[part.reduce_op]
+    total = _read_as(dtype, values[0]).clone()
+    for value in values[1:]:
+        total = fold(total, _read_as(dtype, value))
+    if part.reduce_op is _OPS.AVG or part.reduce_op == _OPS.AVG:
+        total = total.div_(len(values), rounding_mode=None if dtype.is_floating_point else "trunc")
+    return total
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """As many elements in a row as it has, from its first one on, whatever its strides."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Without gaps; the order of its memory stays."""
+    return tensor if tensor.is_contiguous() else tensor.clone()
+
+
+def _read_as(dtype: torch.dtype, flat: Tensor) -> Tensor:
+    if flat.dtype is dtype:
+        return flat
+    if flat.storage_offset() * flat.element_size() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype)
+
+
+def _deliver(output: Tensor, flat: Tensor) -> None:
+    """The bytes of `flat` into `output`, by index."""
+    output.copy_(_read_as(output.dtype, flat).view(output.shape))
+
+
+class SimulatedWorld:
+    """A world whose ranks are greenlets of the calling thread, on the CPU or on one CUDA device that they share.
+
+    world_size: ranks; a thousand are fine, and cost a thousand times one.
+    schedule: who runs next; starts over with every run, so that a program without other inputs repeats itself exactly.
+    device: where the context of a rank says that it works.
+    """
+
+    name = "sim"
+
+    def __init__(
+        self, world_size: int = 4, schedule: Schedule | None = None, device: str | torch.device = "cpu"
+    ) -> None:
+        if world_size < 1:
+            raise TestbedError(f"world_size={world_size}: a world has one rank at least.")
+        self.world_size = world_size
+        self.schedule: Schedule = schedule or RoundRobin()
+        self.device = torch.device(device)
+        self.choices: tuple[int, ...] = ()  # of the last run: Replayed(choices) repeats it
+        self._closed = False
+
+    def run(self, program: RankProgram, *, stall_after_s: float = 10.0) -> WorldRun:
+        """Run `program` on every rank until all have ended or the rest are stuck for good.
+
+        stall_after_s: not needed here, as nothing waits for a clock.
+        Raises NestedWorldError inside a rank program of a simulated world, and UnwindError if a program did not let the
+        run end; the world can run the next one all the same.
+        """
+        self._require_free()
+        run = _Run(self, program)
+        with _in_place(run):
+            try:
+                self.schedule.begin()
+                run.launch()
+                run.drive()
+                run.conclude()
+            finally:
+                self.choices = tuple(run.choices)
+                run.unwind()
+        if run.alive:
+            raise UnwindError(
+                f"ranks {list(run.alive)} caught {REFUSALS} exceptions that were to end them and went on: let "
+                "BaseException pass in the rank program (this world can run the next one)."
+            )
+        if run.failure is not None:
+            raise run.failure
+        return run.report()
+
+    def close(self) -> None:
+        """Run no more; idempotent. Nothing else is held between runs."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_free(self) -> None:
+        if self._closed:
+            raise ClosedWorldError("this world is closed: make another one.")
+        if _running is not None:
+            raise NestedWorldError(
+                "a simulated world is running in this process: call run outside rank programs, from one thread at a time."
+            )
