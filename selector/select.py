@@ -51,7 +51,7 @@ def compute_candidates(
     group: the ranks that share the vocabulary, None for the default group; not looked at if world_size is 1.
     topk: local kernel, default_topk of the device if None; without canonical_topk, which of the tokens that tie with
     the k-th value of a shard survive there is the kernel's choice.
-    note: told "admission", "topk" and "local_k" before the first collective.
+    note: told "admission" and "topk" before the first collective: choices that all ranks must make alike.
     Cost: the head's product, one local top-k, two all_gathers of k * 12 bytes per row and rank together.
     Raises SelectionError on every rank alike, before any collective.
     """
@@ -59,7 +59,7 @@ def compute_candidates(
     path, because = check_request(hidden, head, k=k, group=group)
     note("admission", path, because=because)
     logits = project_candidate_logits(hidden, head)
-    values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note), note)
+    values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note))
     if head.shard.world_size == 1:
         values, ids = merge_gathered(values.float(), ids, k)
     else:
@@ -127,9 +127,8 @@ def _chosen_topk(topk: TopK | None, logits: Tensor, note: Note) -> TopK:
     return chosen
 
 
-def _local_candidates(logits: Tensor, shard: VocabShard, k: int, topk: TopK, note: Note) -> tuple[Tensor, Tensor]:
+def _local_candidates(logits: Tensor, shard: VocabShard, k: int, topk: TopK) -> tuple[Tensor, Tensor]:
     local_k = min(k, logits.shape[1])
-    note("local_k", local_k, because=f"k={k}, width={logits.shape[1]}")
     nothing = local_k == 0 or logits.shape[0] == 0  # a kernel may not survive it; the gathers are joined all the same
     values, columns = empty_topk(logits, local_k) if nothing else topk(logits, local_k)
     return values, columns.long() + shard.org_start

@@ -99,7 +99,7 @@ def test_a_doubt_with_a_traceback_begins_with_the_error_and_keeps_the_layout():
 
 def test_each_fault_is_told_with_how_often_it_fired():
     run = one_raises(unlike(ONE_RAISES, faults=(*ONE_RAISES.faults, Kill(rank=2, seq=9))))
-    fired, other = run.ledgers[3].marks[0], Mark(name="answer", value=1, step="3", issued=6)
+    fired, other = run.ledgers[3].marks[0], Mark(name="other", value=1, step="3", issued=6)
     marks = (fired, fired, fired, other)
     told = to_json(judge(replace(run, ledgers=(*run.ledgers[:3], replace(run.ledgers[3], marks=marks)))))["faults"]
     assert [fault["fired"] for fault in told] == [3, 0]

@@ -225,11 +225,9 @@ def test_choices_of_a_rank_are_noted_with_reasons_before_the_gather(monkeypatch)
     assert notes == [
         ("admission", "dense", "weight is torch.float32"),
         ("topk", "canonical_topk", "default for cpu"),
-        ("local_k", 16, "k=20, width=16"),
         "gather",
         ("admission", "dense", "weight is torch.float32"),
         ("topk", "torch_topk", "given by the caller"),
-        ("local_k", 2, "k=2, width=16"),
         "gather",
     ]
 
