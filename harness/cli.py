@@ -34,6 +34,7 @@ STATUSES: dict[str, Status] = {"passed": "PASS", "failed": "FAIL", "undecided": 
 WORLD_CHOICES = ("auto", *get_args(WorldName))
 COLOURS = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "bold yellow"}
 NAME_WIDTH = 16
+MAX_NAMES = 8  # of scenarios that were not run for the same reason
 
 app = typer.Typer(
     name="tpbed",
@@ -147,7 +148,7 @@ def run(
         from tpbed.harness.runner import Evidence, choose_world, run_scenarios
 
         choice = choose_world(cast("WorldChoice", world), scenarios)
-        screen.progress(f"world {choice.world}: {choice.why}")
+        screen.progress(f"world {choice.world}: {choice.why}", stays=True)
         session = run_scenarios(
             scenarios,
             world=choice.world,
@@ -347,14 +348,17 @@ class _Screen:
         if self._status:
             self._status.stop()
 
-    def progress(self, message: str) -> None:
-        """Something begins."""
-        if self._status:
-            from rich.text import Text
+    def progress(self, message: str, *, stays: bool = False) -> None:
+        """Something begins; or, where it stays, a word on what is done."""
+        if not self._console or not self._status:
+            print(message if stays else f"{message} ...", file=sys.stderr, flush=True)
+            return
+        from rich.text import Text
 
-            self._status.update(Text(message))
+        if stays:
+            self._console.print(Text(message), soft_wrap=True)
         else:
-            print(f"{message} ...", file=sys.stderr, flush=True)
+            self._status.update(Text(message))
 
     def result(self, run: Run) -> None:
         """A scenario has its verdict."""
@@ -409,8 +413,13 @@ def _recap(session: Session) -> Iterator[str]:
     """What needs an eye, in one line each, since reports may have scrolled away."""
     from tpbed.harness.report import row
 
+    by_reason: dict[str, list[str]] = {}
     for one in session.not_run:
-        yield f"NOT RUN  {one.scenario.name}  {one.why}"
+        by_reason.setdefault(one.why, []).append(one.scenario.name)
+    for why, names in by_reason.items():
+        if len(names) > MAX_NAMES:
+            names = [f"{len(names)} scenarios, {names[0]} to {names[-1]}"]
+        yield from (f"NOT RUN  {name}  {why}" for name in names)
     if len(session.runs) > 1:
         yield from (row(run.verdict) for run in session.runs if run.verdict.status != "PASS")
     yield from (f"TROUBLE  {trouble}" for trouble in session.troubles)

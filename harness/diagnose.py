@@ -1,4 +1,4 @@
-"""diagnose: ledgers and liveness in, findings out - what went wrong in a run, and the one event that made it inevitable."""
+"""diagnose: ledgers and liveness in, findings out - what went wrong, and the one event that made it inevitable."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
     """Find the root causes in what the ranks did; a pure function, the same for live runs and stored records.
 
     ledgers, liveness: one each per rank, in rank order.
-    Returns findings of the kinds mismatch, hang, stall, crash_one, crash_all and diverge, roots only: whatever follows from
-    a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
+    Returns findings of the kinds mismatch, hang, stall, crash_one, crash_all and diverge, roots only: whatever follows
+    from a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
     """
     scene = _Scene(ledgers, liveness)
     findings = [*find_mismatches(ledgers), *find_strided(ledgers)]
@@ -231,7 +231,7 @@ def _explain_shortfall(scene: _Scene, group: str, short: tuple[int, ...], most: 
         seq=first,
         group=group,
         step=missed.step,
-        text=f"{missed.op} seq {first} of group {group} was issued without {name_ranks(short)}, and nothing waited for it",
+        text=f"{missed.op} seq {first} of group {group} went without {name_ranks(short)}, and nothing waited",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in short),
     )
 

@@ -1,4 +1,4 @@
-"""Faults: one frozen dataclass each, keyed by rank and by where it strikes; the harness fires them, no selector knows them."""
+"""Faults: one frozen dataclass each, keyed by rank and by where it strikes; the harness fires them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Narrow(_AtCollective):
 class Strided(_AtCollective):
     """The rank contributes the same values through a view that is not contiguous: a column crop, or a transpose.
 
-    transposed: dense but permuted memory, which NCCL's check lets through; otherwise memory with holes, which it refuses.
+    transposed: dense but permuted memory, which NCCL's check lets through; otherwise memory with holes: it refuses it.
     """
 
     transposed: bool = False

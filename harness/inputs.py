@@ -68,8 +68,8 @@ def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:
 def true_logits(plan: Plan, step: int) -> tuple[Tensor, Tensor]:
     """The unsharded logits of a step in float64, and how far a right computation may be from each.
 
-    Returns two (rows, org_vocab_size) float64 tensors. The rounding point is the head's logits dtype. Planted logits are
-    products with one single term, so they are exact and their bound is zero.
+    Returns two (rows, org_vocab_size) float64 tensors. The rounding point is the head's logits dtype. Planted logits
+    are products with one single term, so they are exact and their bound is zero.
     """
     scenario = plan.scenario
     hidden, weight = hidden_states(plan, step), _true_weight(plan)
@@ -84,7 +84,7 @@ def true_logits(plan: Plan, step: int) -> tuple[Tensor, Tensor]:
 
 
 def full_weight(plan: Plan) -> Tensor:
-    """The whole head before packing and padding: (org_vocab_size + added_vocab_size, hidden_size), shared: do not write."""
+    """The whole head before packing and padding, one row per org and added token; shared, so do not write."""
     return _weight(_weight_key(plan.scenario), plan.weight_seed)
 
 

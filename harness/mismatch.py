@@ -161,8 +161,8 @@ def _step_order(step: str) -> tuple[int, str]:
 def find_strided(ledgers: Sequence[Ledger]) -> list[Finding]:
     """The first collective of each group whose contribution is not contiguous on some rank.
 
-    gloo sends a strided view without a word, in whatever order its memory has; NCCL refuses memory with holes on that rank
-    alone, and sends dense permuted memory as it lies.
+    gloo sends a strided view without a word, in whatever order its memory has; NCCL refuses memory with holes on that
+    rank alone, and sends dense permuted memory as it lies.
     Source: PyTorch's ProcessGroupNCCL, check of non-overlapping and dense tensors (pull request 76142).
     """
     first: dict[str, dict[int, CollectiveRecord]] = {}
@@ -184,7 +184,7 @@ def _explain_strides(group: str, by_rank: Meeting) -> Finding:
         seq=seq,
         group=group,
         step=record.step,
-        text=f"{record.op} seq {seq} of group {group} sends a view that is not contiguous from {name_ranks(list(here))}",
+        text=f"{record.op} seq {seq} of group {group}: {name_ranks(list(here))} sends a view that is not contiguous",
         causes=tuple(_stride_cause(rank, record) for rank, record in sorted(here.items())),
     )
 

@@ -1,4 +1,4 @@
-"""SELECTORS: the selector under test, and selectors that are wrong on purpose - each by one change that the field has seen."""
+"""SELECTORS: the selector under test, and selectors that are wrong on purpose, each by one change seen in the field."""
 
 from __future__ import annotations
 

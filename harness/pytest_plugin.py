@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on Ray actors stay together on one pytest-xdist worker under `--dist loadgroup`: they share their actors."""
+    """Tests on Ray actors stay on one pytest-xdist worker under `--dist loadgroup`: they share their actors."""
     for item in items:
         mark = item.get_closest_marker("tp")
         if mark is not None and _world_of(mark, config) != "sim":
@@ -84,21 +84,24 @@ def tp(pytestconfig: pytest.Config) -> Ranks:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marked test that draws with hypothesis: each rank would draw for itself."""
+    if item.get_closest_marker("tp") is not None and hasattr(getattr(item, "obj", None), "hypothesis"):
+        pytest.fail(
+            f"{item.nodeid} is marked tp and draws with hypothesis, so each rank would draw for itself: take the "
+            "fixture `tp` instead of the mark, draw in the test, and call tp(program, world_size=...).",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body on the ranks instead of here."""
     mark = pyfuncitem.get_closest_marker("tp")
     if mark is None:
         return None
-    from tpbed.harness.ranks import RanksFailed
-
-    try:
-        _ranks(pyfuncitem.config)(
-            _body(pyfuncitem),
-            world_size=pyfuncitem.funcargs.get("world_size", _size_of(mark)),
-            world=_world_of(mark, pyfuncitem.config),
-            stall_after_s=mark.kwargs.get("stall_after_s", 10.0),
-        )
-    except RanksFailed as failed:
+    failed = _failure(pyfuncitem, mark)
+    if failed is not None:
         _fail(failed)
     return True
 
@@ -108,6 +111,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     ranks = config.stash.get(RANKS, None)
     if ranks is not None:
         ranks.close()
+
+
+def _failure(item: pytest.Function, mark: pytest.Mark) -> RanksFailed | None:
+    from tpbed.harness.ranks import RanksFailed
+
+    try:
+        _ranks(item.config)(
+            _body(item),
+            world_size=item.funcargs.get("world_size", _size_of(mark)),
+            world=_world_of(mark, item.config),
+            stall_after_s=mark.kwargs.get("stall_after_s", 10.0),
+        )
+    except RanksFailed as failed:
+        return failed  # and not raised from here: pytest would show it twice, as a chain
+    return None
 
 
 def _fail(failed: RanksFailed) -> NoReturn:
@@ -128,11 +146,6 @@ def _ranks(config: pytest.Config) -> Ranks:
 
 def _body(item: pytest.Function) -> Callable[[int], Any]:
     function = item.obj
-    if hasattr(function, "hypothesis"):
-        raise pytest.UsageError(
-            f"{item.nodeid} is marked tp and draws with hypothesis, so each rank would draw for itself: take the fixture "
-            "`tp` instead of the mark, draw in the test, and call tp(program, world_size=...)."
-        )
     _pickle_by_value(sys.modules[function.__module__])
     names = item._fixtureinfo.argnames
     return partial(_call, function, {name: item.funcargs[name] for name in names if name != "rank"}, "rank" in names)

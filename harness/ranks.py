@@ -1,4 +1,4 @@
-"""Ranks: warm worlds for tests and scripts - run a program on every rank, get its results or the explanation of its end."""
+"""Ranks: warm worlds for tests and scripts - a program in; its results, or the explanation of its end, out."""
 
 from __future__ import annotations
 

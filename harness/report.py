@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from xml.etree import ElementTree
 
 from tpbed.harness.faults import describe
@@ -40,11 +40,43 @@ def render(verdict: Verdict, *, evidence: Path | None = None, full: bool | None 
     whole = verdict.status != "PASS" if full is None else full
     lines = [
         row(verdict),
-        *_explanations(verdict, lines_each=6 if whole else 2, causes_each=MAX_CAUSES if whole else 1),
+        *_explanations(
+            verdict.findings, verdict.record, lines_each=6 if whole else 2, causes_each=MAX_CAUSES if whole else 1
+        ),
     ]
     if whole:
         lines += [*_doubts(verdict), *_table(verdict.record), *_footer(verdict, evidence)]
     return "\n".join(lines)
+
+
+class Observed(Protocol):
+    """What a WorldRun and a RunRecord both hold."""
+
+    @property
+    def ledgers(self) -> tuple[Ledger, ...]: ...
+
+    @property
+    def liveness(self) -> tuple[Liveness, ...]: ...
+
+    @property
+    def proof_ms(self) -> float | None: ...
+
+
+def explain(findings: Sequence[Finding], seen: Observed) -> str:
+    """What went wrong in a run of any program: the findings with their causes, where the ranks were, and tracebacks.
+
+    Of ranks at fault that raised alike only the first shows its traceback; tracebacks keep their layout.
+    """
+    told = [*_explanations(findings, seen, lines_each=6, causes_each=MAX_CAUSES), *_table(seen)]
+    return "\n".join([*told, *_tracebacks(findings, seen.ledgers)])
+
+
+def _tracebacks(findings: Sequence[Finding], ledgers: Sequence[Ledger]) -> Iterator[str]:
+    at_fault = dict.fromkeys(rank for finding in findings for rank in finding.ranks)
+    ends = {rank: end for rank in at_fault if (end := ledgers[rank].end) is not None and end.traceback}
+    first = {(end.error_type, end.site): rank for rank, end in reversed(ends.items())}
+    for rank in sorted(first.values()):
+        yield from (f"rank {rank}", ends[rank].traceback.rstrip())
 
 
 def row(verdict: Verdict) -> str:
@@ -53,8 +85,12 @@ def row(verdict: Verdict) -> str:
     scenario = record.plan.scenario
     tokens = scenario.org_vocab_size + scenario.added_vocab_size
     ranks = f"{scenario.world_size} rank{'s' if scenario.world_size != 1 else ''}"
-    told = f"{ranks}, {tokens} tokens, seed {record.plan.seed}, {record.elapsed_s:.1f} s"
+    told = f"{ranks}, {tokens} tokens, seed {record.plan.seed}, {_seconds(record.elapsed_s)}"
     return f"{verdict.status}  {scenario.name}  {record.world}  {told}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 0.1 else f"{value * 1000:.0f} ms"
 
 
 def again(record: RunRecord) -> str:
@@ -84,21 +120,21 @@ def _brief(finding: Finding) -> str:
     return " ".join(filter(None, [finding.kind, by, *_place(finding.op, finding.seq)]))
 
 
-def _explanations(verdict: Verdict, *, lines_each: int, causes_each: int) -> Iterator[str]:
-    for finding in verdict.findings:
-        yield from _wrap(finding.kind, _timing(finding, verdict.record) + finding.text, lines_each)
+def _explanations(findings: Sequence[Finding], seen: Observed, *, lines_each: int, causes_each: int) -> Iterator[str]:
+    for finding in findings:
+        yield from _wrap(finding.kind, _timing(finding, seen.proof_ms) + finding.text, lines_each)
         causes = [_explain_cause(cause) for cause in finding.causes]
         if len(causes) > causes_each:
-            causes[causes_each - 1 :] = [f"{causes[causes_each - 1]}; and {len(causes) - causes_each} more like it"]
+            causes[causes_each - 1 :] = [f"{causes[causes_each - 1]}; and {len(causes) - causes_each} more"]
         for cause in causes:
             yield from _wrap("cause", cause, lines_each)
 
 
-def _timing(finding: Finding, record: RunRecord) -> str:
-    if record.proof_ms is None or finding.kind not in ("hang", "stall"):
+def _timing(finding: Finding, proof_ms: float | None) -> str:
+    if proof_ms is None or finding.kind not in ("hang", "stall"):
         return ""
     known = "proved" if finding.kind == "hang" else "noticed"
-    return f"{known} {_milliseconds(record.proof_ms)} after the last event: "
+    return f"{known} {_milliseconds(proof_ms)} after the last event: "
 
 
 def _milliseconds(value: float) -> str:
@@ -137,7 +173,7 @@ def _headline(doubt: str) -> str:
 Position = tuple[str, str, str]  # last completed, now, at
 
 
-def positions(record: RunRecord) -> dict[Position, tuple[int, ...]]:
+def positions(record: Observed) -> dict[Position, tuple[int, ...]]:
     """Where the ranks were when the run was over, and which ranks were there alike."""
     groups = {name for ledger in record.ledgers for name in ledger.groups}
     by_position: dict[Position, list[int]] = {}
@@ -174,7 +210,7 @@ def _name(record: CollectiveRecord, tell_group: bool, before_seq: str = "") -> s
     return f"{record.op} {before_seq}{record.seq}" + (f" of {record.group}" if tell_group else "")
 
 
-def _table(record: RunRecord) -> Iterator[str]:
+def _table(record: Observed) -> Iterator[str]:
     found = list(positions(record).items())
     cells = [
         ("rank", "last completed", "now", "at"),

@@ -62,8 +62,8 @@ class Overwrite:
 class Scenario:
     """One entry of the catalogue.
 
-    logits: "distinct" values without ties (exact in every dense format), "negative" the same below zero, "tied" in groups of
-        four, "equal" all the same, "gaussian" random hidden states and weights, "smollm2" a trained head and real states.
+    logits: "distinct" values without ties (exact in every dense format), "negative" the same below zero, "tied" in
+        groups of four, "equal" all the same, "gaussian" random weights and states, "smollm2" trained ones.
     pad_fill: what the padding rows of the head hold.
     widths: columns per rank of an uneven, unpadded vocabulary; None shares the padded one equally.
     selector, topk: names in harness.mutants.SELECTORS and harness.inject.TOPKS.

@@ -55,7 +55,7 @@ def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS) -> Verdict:
 
 
 def _sound_steps(record: RunRecord, diagnosed: Sequence[Finding]) -> dict[int, Answers]:
-    """The answers that no finding has spoilt: none from a mismatch on, and none of a rank that left its peers waiting."""
+    """The answers that no finding has spoilt: none from a mismatch on, none of a rank that left its peers waiting."""
     last = record.plan.scenario.steps
     broken = min((_step_of(f) for f in diagnosed if f.kind == "mismatch"), default=last)
     left = {rank: _step_of(f) for f in diagnosed if f.kind != "mismatch" for rank in f.ranks}
@@ -78,7 +78,7 @@ def _run_checks(
     for check in checks:
         try:
             findings += check(record, steps)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run proves nothing
             crashes.append(f"{check.__name__} crashed: {''.join(traceback.format_exception(error)).strip()}")
     return findings, crashes
 
@@ -106,7 +106,7 @@ def _doubts(record: RunRecord) -> list[str]:
 
 
 def _silent_ends(record: RunRecord) -> tuple[list[Finding], list[str]]:
-    """A run without findings in which some rank did not give every answer: a finding where it returned, else a doubt."""
+    """Ranks that did not give every answer though nothing was found: a finding if they returned, else a doubt."""
     steps, answers = record.plan.scenario.steps, answers_by_step(record)
     counts = {ledger.rank: sum(ledger.rank in by_rank for by_rank in answers.values()) for ledger in record.ledgers}
     short = [ledger for ledger in record.ledgers if counts[ledger.rank] != steps]

@@ -1,4 +1,4 @@
-"""One rank raises, skips or leaves, and its peers wait for it: the rank that caused it is named, and not those that wait."""
+"""One rank raises, skips or leaves, and its peers wait for it: the rank that caused it is named, not the waiting ones."""
 
 from tpbed.harness.faults import Leave, Raise, Skip
 from tpbed.harness.scenario import Expected, Scenario
@@ -6,7 +6,7 @@ from tpbed.harness.scenario import Expected, Scenario
 SCENARIOS = (
     Scenario(
         name="hang/crop-tail-rank",
-        claim="A quantized head whose padding is cropped, not masked: only the tail rank's view is strided, and only it raises.",
+        claim="A quantized head whose padding is cropped, not masked: only the tail rank's view is strided; it raises.",
         kind=1,
         source="sgl-project/sglang#35496",
         head="fp8",
@@ -89,7 +89,7 @@ SCENARIOS = (
     ),
     Scenario(
         name="hang/guard-on-own-shard",
-        claim="A guard against k beyond the rank's own real columns holds on the short shards only; all of them are named.",
+        claim="A guard against k beyond the rank's own real columns fails on the short shards; all of them are named.",
         kind=1,
         source="sgl-project/sglang#35580 vllm-project/vllm-ascend#16628",
         world_size=8,

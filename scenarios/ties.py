@@ -114,7 +114,7 @@ SCENARIOS = (
     ),
     Scenario(
         name="ties/few-finite-logits",
-        claim="Where a row has fewer finite logits than k, all of them come first and no -inf column surfaces as an id.",
+        claim="A row with fewer finite logits than k: all of them come first, and no -inf column surfaces as an id.",
         kind=0,
         source="flashinfer-ai/flashinfer#4123",
         org_vocab_size=20,

@@ -1,4 +1,4 @@
-"""Settings of hypothesis for all tests: no deadlines, as machines are shared, and the same examples every time in CI."""
+"""Settings of hypothesis for all tests: no deadlines, as machines are shared; the same examples every time in CI."""
 
 import os
 

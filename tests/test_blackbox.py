@@ -60,7 +60,15 @@ def test_reading_goes_on_where_it_stopped(box):
 
 
 def test_values_that_json_does_not_know_are_written_as_text(box):
-    box.append(("mark", "device", {1, }))
+    box.append(
+        (
+            "mark",
+            "device",
+            {
+                1,
+            },
+        )
+    )
     assert box.events() == [["mark", "device", "{1}"]]
 
 

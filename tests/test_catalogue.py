@@ -1,4 +1,4 @@
-"""The catalogue in the simulated world: every scenario shows exactly what it claims, and every check earns its place."""
+"""The catalogue in the simulated world: every scenario shows exactly what it claims, every check earns its place."""
 
 from __future__ import annotations
 

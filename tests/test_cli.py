@@ -171,7 +171,7 @@ def test_progress_goes_to_stderr_and_begins_before_torch_is_there(tpbed):
     _, out, err = tpbed("run", "hang", "--world", "gloo")
     assert err.splitlines() == [
         "loading torch ...",
-        "world gloo: as asked ...",
+        "world gloo: as asked",
         "1/2 hang/one-rank-raises ...",
         "2/2 hang/unexpected ...",
     ]
@@ -191,6 +191,7 @@ def test_on_a_terminal_progress_is_one_live_line_among_the_reports(tpbed, monkey
     status, _, _ = tpbed("run", "hang", "--world", "gloo")
     shown = Text.from_ansi(screen.getvalue()).plain
     assert status == 1
+    assert "\nworld gloo: as asked\n" in f"\n{shown}".replace("\r", "\n")
     assert "PASS  hang/one-rank-raises  ray+gloo  4 ranks" in shown
     assert (
         "hang  proved 12 ms after the last event: all_gather seq 7 of group world waits for rank 3, which can" in shown
@@ -261,6 +262,15 @@ def test_ctrl_c_ends_with_130_and_tells_what_was_found(tpbed, catalogue):
     status, out, _ = tpbed("run", "hang/o*", "hang/z*")
     assert status == 130
     assert last(out).startswith("interrupted: 1 scenario: 1 passed, 0 failed, 0 undecided, 1 not run here")
+
+
+@pytest.mark.parametrize(("count", "lines"), [(8, 8), (9, 1)])
+def test_many_scenarios_that_were_not_run_for_the_same_reason_are_one_line(tpbed, catalogue, count, lines):
+    for number in range(count):
+        catalogue[f"many/{number}"] = unlike(ONLY_SIM, name=f"many/{number}")
+    told = [line for line in tpbed("run", "many", "--world", "gloo")[1].splitlines() if line.startswith("NOT RUN")]
+    assert len(told) == lines
+    assert (f"NOT RUN  {count} scenarios, many/0 to many/8  gloo cannot express it" in told[0]) == (lines == 1)
 
 
 def test_ctrl_c_before_anything_is_run(tpbed, monkeypatch):

@@ -145,7 +145,7 @@ def test_long_texts_are_cut_visibly_in_a_pass():
 def test_causes_beyond_the_first_are_counted_in_a_pass_and_told_in_a_failure():
     causes = tuple(Cause(rank=rank, text=f"rank {rank} left") for rank in range(3))
     finding = Finding(kind="hang", ranks=(0, 1, 2), text="x", causes=causes)
-    assert lines_of(render(verdict_of(finding, status="PASS")), "cause") == ["cause rank 0 left; and 2 more like it"]
+    assert lines_of(render(verdict_of(finding, status="PASS")), "cause") == ["cause rank 0 left; and 2 more"]
     assert lines_of(render(verdict_of(finding)), "cause") == [f"cause rank {rank} left" for rank in range(3)]
 
 
@@ -208,6 +208,12 @@ def test_the_table_of_a_thousand_ranks_stays_short():
     assert table[1].startswith("  0, 50, 100, ... (20 ranks)  ")
     assert table[-1] == "  and 760 more ranks in 38 more places"
     assert len(table) == 14
+
+
+@pytest.mark.parametrize(("elapsed_s", "told"), [(61.26, "61.3 s"), (0.1, "0.1 s"), (0.0514, "51 ms"), (0.0, "0 ms")])
+def test_short_runs_are_told_in_milliseconds(elapsed_s, told):
+    verdict = verdict_of(status="PASS")
+    assert row(replace(verdict, record=replace(verdict.record, elapsed_s=elapsed_s))).endswith(f", seed 7, {told}")
 
 
 def test_one_rank_is_not_ranks():

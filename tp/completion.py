@@ -56,9 +56,7 @@ class CompletionWatch:
 
     def watch(self, work: dist.Work, group: str, seq: int) -> None:
         """A collective was issued."""
-        pending = _Pending(
-            work=work, recorder=self._recorder_of(), group=group, seq=seq, may_start=self._may_start
-        )
+        pending = _Pending(work=work, recorder=self._recorder_of(), group=group, seq=seq, may_start=self._may_start)
         self._pending.append(pending)
         self._wake.set()
 

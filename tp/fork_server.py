@@ -94,7 +94,9 @@ class ForkServer:
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         if not select.select([self._line], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise ForkError(f"the fork server of this node did not answer in {START_S:.0f} s: is the machine overloaded?")
+            raise ForkError(
+                f"the fork server of this node did not answer in {START_S:.0f} s: is the machine overloaded?"
+            )
         with contextlib.suppress(OSError):
             data = self._line.recv(_MESSAGE_BYTES)
             if data:

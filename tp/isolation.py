@@ -13,9 +13,9 @@ import ctypes
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +28,11 @@ from tpbed.tp.rank import RankContext
 START_SEED = 0  # of every rank: processes that are forked from one parent start alike, too
 _TWISTER_BYTES = 2500  # 624 words and an index: a Mersenne twister in memory
 _GLANCE_BYTES = 68  # of it: the index and 16 words
+_CUDA: Any = torch.cuda
 _ENVIRON: Any = os.environ
 _ENVIRONB: Any = os.environb
+_NUMPY: Any = np.random
+_PYTHON: Any = vars(random)["_inst"]
 
 
 class RankGroups(c10d._World):
@@ -213,7 +216,7 @@ class NumpyRandom:
         now, (generator, words, state) = self._look(), self._loaded
         if generator is not self._generator or not now or not words.endswith(now) or state["has_gauss"]:
             words = self._twister.words.raw if self._twister else b""
-            self._loaded = (self._generator, words, np.random.get_state(legacy=False))
+            self._loaded = (self._generator, words, _NUMPY.get_state(legacy=False))
         return self._loaded
 
     def load(self, saved: Any) -> None:
@@ -224,18 +227,18 @@ class NumpyRandom:
         if self._look() and self._generator is saved[0] and not known[2]["has_gauss"] and not saved[2]["has_gauss"]:
             ctypes.memmove(self._twister.words, saved[1], _TWISTER_BYTES)
             return
-        np.random.set_bit_generator(saved[0])
-        np.random.set_state(saved[2])
+        _NUMPY.set_bit_generator(saved[0])
+        _NUMPY.set_state(saved[2])
 
     def start(self, start: Start) -> Any:
         """As after numpy.random.seed(START_SEED)."""
-        generator = np.random.get_bit_generator()
+        generator = _NUMPY.get_bit_generator()
         if generator is not self._start[0] and type(generator) is np.random.MT19937:
             self._start = (generator, *self._start[1:])
         return self._start
 
     def _look(self) -> bytes:
-        generator = np.random.get_bit_generator()
+        generator = _NUMPY.get_bit_generator()
         if generator is not self._generator:
             self._generator, self._twister = generator, _numpy_twister(generator)
         return self._twister.tail.raw if self._twister else b""
@@ -292,9 +295,6 @@ class PythonRandom:
         return self._start
 
 
-_PYTHON: Any = random._inst  # type: ignore[attr-defined]
-
-
 def _python_words(state: Any) -> bytes:
     *words, index = state[1]
     return b"".join(word.to_bytes(4, sys.byteorder) for word in (index, *words))
@@ -314,18 +314,18 @@ class Cuda:
 
     def save(self) -> Any:
         """None while it is not."""
-        if not torch.cuda.is_initialized():
+        if not _CUDA.is_initialized():
             return None
-        stream = torch.cuda.current_stream()
-        return stream, torch.cuda.default_generators[stream.device.index].get_state()
+        stream = _CUDA.current_stream()
+        return stream, _CUDA.default_generators[stream.device.index].get_state()
 
     def load(self, saved: Any) -> None:
         """None is the first device, with its default stream and a generator that is not used yet."""
-        if not torch.cuda.is_initialized():
+        if not _CUDA.is_initialized():
             return
-        stream, state = saved or (torch.cuda.default_stream(0), None)
-        torch.cuda.set_stream(stream)
-        generator = torch.cuda.default_generators[stream.device.index]
+        stream, state = saved or (_CUDA.default_stream(0), None)
+        _CUDA.set_stream(stream)
+        generator = _CUDA.default_generators[stream.device.index]
         generator.manual_seed(START_SEED) if state is None else generator.set_state(state)
 
     def start(self, start: Start) -> Any:
@@ -411,7 +411,6 @@ class Context:
         return start.context
 
 
-_BUILT_FOR_CUDA = (Cuda(),) if torch.backends.cuda.is_built() else ()
 REGISTERS: tuple[Register, ...] = (
     TorchModes(),
     AutocastTypes(),
@@ -419,7 +418,7 @@ REGISTERS: tuple[Register, ...] = (
     TorchRandom(),
     NumpyRandom(),
     PythonRandom(),
-    *_BUILT_FOR_CUDA,
+    *((Cuda(),) if torch.version.cuda or torch.version.hip else ()),
     Environment(),
     Groups(),
     Context(),
@@ -427,33 +426,61 @@ REGISTERS: tuple[Register, ...] = (
 _NAMES = (Environment, Groups, Context)  # what they name stays the same: enough to save it once
 
 
+class _Methods(NamedTuple):
+    """Of some registers, looked up once, since they are called at every turn."""
+
+    saves: tuple[Callable[[], Any], ...]
+    loads: tuple[Callable[[Any], Any], ...]
+    starts: tuple[Callable[[Start], Any], ...]
+
+
+def _methods(registers: Iterable[Register]) -> _Methods:
+    registers = tuple(registers)
+    return _Methods(
+        saves=tuple(register.save for register in registers),
+        loads=tuple(register.load for register in registers),
+        starts=tuple(register.start for register in registers),
+    )
+
+
+_states = _methods(register for register in REGISTERS if not isinstance(register, _NAMES))
+_names = _methods(register for register in REGISTERS if isinstance(register, _NAMES))
+
+
+def use(registers: Iterable[Register]) -> None:
+    """Isolate these and nothing else: the tests show with it what each register is for."""
+    global _states, _names
+    chosen = tuple(registers)
+    _states = _methods(register for register in chosen if not isinstance(register, _NAMES))
+    _names = _methods(register for register in chosen if isinstance(register, _NAMES))
+
+
 class Isolation:
     """One rank's own share of the process, or the caller's: in place while it runs, put away while another runs."""
 
-    __slots__ = ("_names", "_saved")
+    __slots__ = ("_named", "_saved")
 
     def __init__(self, start: Start | None = None) -> None:
-        """That of a rank that has yet to start; without `start`, that of whoever runs now, which is left in place."""
-        own = (lambda register: register.save()) if start is None else (lambda register: register.start(start))
-        self._names = [own(register) for register in REGISTERS if isinstance(register, _NAMES)]
-        self._saved = [] if start is None else [own(register) for register in REGISTERS if not isinstance(register, _NAMES)]
+        """That of a rank that has yet to start; without `start`, that of whoever runs now, which stays in place."""
+        self._saved = [] if start is None else [of(start) for of in _states.starts]
+        self._named = [save() for save in _names.saves] if start is None else [of(start) for of in _names.starts]
 
     def leave(self) -> None:
         """Put it away."""
-        self._saved = [save() for save in _SAVES]
+        self._saved = [save() for save in _states.saves]
 
     def enter(self) -> None:
         """Put it back in place."""
-        for load, saved in zip(_LOADS, self._saved, strict=True):
+        for load, saved in zip(_states.loads, self._saved, strict=True):
             load(saved)
-        for load, saved in zip(_LOAD_NAMES, self._names, strict=True):
-            load(saved)
+        for load, named in zip(_names.loads, self._named, strict=True):
+            load(named)
 
 
 def quietly(act: Callable[[Moved], None], on: Moved) -> None:
     """Call `act(on)` under no mode of any rank, and so that it may write to any tensor, as a transport does."""
     saved = _MODES.save()
-    guard = torch._C._InferenceMode(True)
+    guard = _GUARD(True)
     guard.__enter__()
     try:
         act(on)
@@ -464,19 +491,3 @@ def quietly(act: Callable[[Moved], None], on: Moved) -> None:
 
 Moved = TypeVar("Moved")
 _MODES = TorchModes()
-_SAVES: tuple[Callable[[], Any], ...]
-_LOADS: tuple[Callable[[Any], None], ...]
-_LOAD_NAMES: tuple[Callable[[Any], None], ...]
-
-
-def use(registers: tuple[Register, ...]) -> None:
-    """Isolate these and nothing else: the tests show with it what each register is for."""
-    global REGISTERS, _SAVES, _LOADS, _LOAD_NAMES
-    REGISTERS = registers
-    states = [register for register in registers if not isinstance(register, _NAMES)]
-    _SAVES = tuple(register.save for register in states)
-    _LOADS = tuple(register.load for register in states)
-    _LOAD_NAMES = tuple(register.load for register in registers if isinstance(register, _NAMES))
-
-
-use(REGISTERS)

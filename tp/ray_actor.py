@@ -239,7 +239,9 @@ class Child:
                 return
         except (EOFError, OSError):
             pass
-        raise ForkError(f"the process of rank {station.rank} was forked and did not settle in; see its output in Ray's logs.")
+        raise ForkError(
+            f"the process of rank {station.rank} was forked and did not settle in; see its output in Ray's logs."
+        )
 
     def is_stopped(self) -> bool:
         """True if it is suspended, as by SIGSTOP."""

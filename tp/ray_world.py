@@ -71,7 +71,7 @@ class RayWorld:
 
     @property
     def name(self) -> str:
-        """"ray+gloo" or "ray+nccl"."""
+        """ "ray+gloo" or "ray+nccl"."""
         return f"ray+{self._backend}"
 
     @property
@@ -252,7 +252,9 @@ def _unpack(payload: bytes | None, ledger: Ledger) -> tuple[Any, Ledger]:
     except Exception as error:
         message = f"the driver cannot unpickle the result of rank {ledger.rank}: {error}"
         at_ns = ledger.end.at_ns if ledger.end else 0
-        return None, replace(ledger, end=End(how="raised", error_type=type(error).__name__, message=message, at_ns=at_ns))
+        return None, replace(
+            ledger, end=End(how="raised", error_type=type(error).__name__, message=message, at_ns=at_ns)
+        )
 
 
 def _has_dead(seen: WorldRun) -> bool:

@@ -93,10 +93,18 @@ class Recorder:
                 error_type=type(error).__name__,
                 message=str(error),
                 site=error_site(error),
-                traceback="".join(traceback.format_exception(error)),
+                traceback=_own_traceback(error),
                 at_ns=self._clock(),
             )
         )
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the rank program on: the frames of the world that called it say nothing."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _layout(payload: Tensor | None) -> tuple[str, list[int], list[int], int]:

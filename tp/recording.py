@@ -105,7 +105,7 @@ class RecordingGroup(dist.ProcessGroup):
         self._asynchronous, self._watch = asynchronous, watch
         context.recorder.group(label, ranks)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's own name
+    def getBackendName(self) -> str:
         """The name that torch.distributed.get_backend reports."""
         return BACKEND
 

@@ -163,7 +163,9 @@ class RunWatch:
         missing = [s.rank for s in self._seen if s.ledger.end is not None and WORLD not in s.ledger.groups]
         if missing or now - self._began > FORM_S:
             late = missing or [s.rank for s in self._seen if WORLD not in s.ledger.groups]
-            return Liveness(state="stalled", detail=f"the group was not formed: rank {', '.join(map(str, late))} missing")
+            return Liveness(
+                state="stalled", detail=f"the group was not formed: rank {', '.join(map(str, late))} missing"
+            )
         return Liveness(state="running")
 
     def _prove(self, looks: Sequence[Liveness]) -> frozenset[int]:

@@ -32,6 +32,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -40,6 +41,7 @@ import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from tpbed.tp.errors import TestbedError
@@ -67,6 +69,10 @@ class ClosedWorldError(TestbedError):
     """A world was to run after it was closed."""
 
 
+class WorldSizeError(TestbedError):
+    """A world cannot have so many ranks."""
+
+
 class ForeignGroupError(TestbedError):
     """A process group was used by another rank than the one it was made for, or after its run."""
 
@@ -87,7 +93,7 @@ class _Unwind(BaseException):
     """Ends a rank whose run is over; `except Exception` does not see it."""
 
 
-Move = Callable[[list["SimulatedWork"]], None]
+# The run: ranks, turns, time.
 
 
 class _Rank:
@@ -125,16 +131,18 @@ class _Run:
         self.channels: dict[Any, _Channel] = {}
         self.registered: list[Any] = []  # names in torch's C++ registry
         self.store = _RefusedStore()
-        self.proof_ms: float | None = None
         self.alive: tuple[int, ...] = ()  # ranks that did not let their run end
         self.ranks = [self._rank(index) for index in self.members]
 
     def _rank(self, index: int) -> _Rank:
         events: list[Event] = []
-        recorder = Recorder(events.append, self.clock)
-        size = len(self.members)
         context = RankContext(
-            rank=index, world_size=size, recorder=recorder, sleep=self.sleep, die=self.die, device=self.device
+            rank=index,
+            world_size=len(self.members),
+            recorder=Recorder(events.append, self.clock),
+            sleep=self.sleep,
+            die=self.die,
+            device=self.device,
         )
         return _Rank(index, context, events)
 
@@ -143,16 +151,16 @@ class _Run:
         self.now_ns += 1
         return self.now_ns
 
-    # In the hub.
+    # In the greenlet of the caller.
 
     def launch(self) -> None:
-        """Make the ranks, and the default group of each; the caller's own state must be put away."""
+        """Make each rank ready to start, with its default group; the caller's own state must be put away."""
         places = {rank: rank for rank in self.members}
         variables = _variables(len(self.members))
         for rank in self.ranks:
             variables[b"RANK"] = variables[b"LOCAL_RANK"] = str(rank.index).encode()
-            group = form(self, rank, "0", self.members, WORLD)
-            enter_group(rank.groups, group, "0", places, BACKEND, self.store)
+            group = _form(self, rank, "0", self.members, WORLD)
+            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
             rank.groups.default_pg, rank.groups.group_count = group, 1
             rank.isolation = Isolation(Start(rank.context, rank.groups, variables))
             rank.greenlet = greenlet(self._live)
@@ -166,30 +174,24 @@ class _Run:
             if self.failure is not None:
                 raise self.failure
 
-    def conclude(self) -> None:
-        """Nobody can move: write down what each rank did, and which ranks wait for ever."""
-        started = time.perf_counter()
+    def conclude(self) -> Callable[[], WorldRun]:
+        """Nobody can move: write down what the ranks did, and which are stuck. Call the answer when all is cleared."""
+        silent = time.perf_counter()
         size = len(self.members)
-        self.ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
-        self.liveness = tuple(
-            Liveness(state=rank.state, detail=rank.detail, frames=_frames(rank.greenlet)) for rank in self.ranks
-        )
-        self.results = tuple(rank.result for rank in self.ranks)
-        self.stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
-        self.proved = time.perf_counter()
-        if any(rank.state not in ("ended", "dead") for rank in self.ranks):
-            self.proof_ms = (self.proved - started) * 1e3
-
-    def report(self) -> WorldRun:
-        """What `conclude` wrote down, once the world is ready for the next run."""
-        return WorldRun(
+        ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
+        liveness = tuple(_liveness(rank) for rank in self.ranks)
+        stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
+        proved = time.perf_counter()
+        hung = any(seen.state not in ("ended", "dead") for seen in liveness)
+        results = tuple(rank.result for rank in self.ranks)
+        return lambda: WorldRun(
             world=SimulatedWorld.name,
-            results=self.results,
-            ledgers=self.ledgers,
-            liveness=self.liveness,
-            stuck=self.stuck,
-            proof_ms=self.proof_ms,
-            recovery_ms=None if self.proof_ms is None else (time.perf_counter() - self.proved) * 1e3,
+            results=results,
+            ledgers=ledgers,
+            liveness=liveness,
+            stuck=stuck,
+            proof_ms=(proved - silent) * 1e3 if hung else None,
+            recovery_ms=(time.perf_counter() - proved) * 1e3 if hung else None,
         )
 
     def unwind(self) -> None:
@@ -206,7 +208,7 @@ class _Run:
         """Take the run apart, so that nothing of it waits for the garbage collector."""
         self.current, self.over = None, True
         for name in self.registered:
-            c10d._unregister_process_group(name)
+            _unregister_process_group(name)
         self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet)
         _abandoned.extend(self.ranks[index].greenlet for index in self.alive)
         for rank in self.ranks:
@@ -217,38 +219,41 @@ class _Run:
     # In the greenlet of a rank.
 
     def _live(self, rank: _Rank) -> None:
+        recorder = rank.context.recorder
         try:
-            if self.device.index is not None:
+            if self.device.type == "cuda" and self.device.index is not None:
                 torch.cuda.set_device(self.device)
-            rank.result = self.program(rank.index)
-            self._end(rank, rank.context.recorder.returned)
+            result = self.program(rank.index)
+            self._end(rank, recorder.returned, result)
         except _Unwind:
             pass
         except KeyboardInterrupt as interrupt:
             self.failure = interrupt
-        except BaseException as error:  # SystemExit too: it ends a rank, not the world
-            self._end(rank, lambda: rank.context.recorder.raised(error))
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
+            self._end(rank, partial(recorder.raised, error))
 
-    def _end(self, rank: _Rank, record: Callable[[], None]) -> None:
+    def _end(self, rank: _Rank, record: Callable[[], None], result: Any = None) -> None:
         if not self.unwinding:
             record()
-            rank.state = "ended"
+            rank.state, rank.result = "ended", result
             self.progress += 1
             rank.isolation.leave()
 
-    def here(self, rank: _Rank | None = None) -> _Rank:
-        """The rank whose turn it is, which must be the caller, and `rank` if that is given."""
-        current = self.current
-        if self.over or current is None or (rank is not None and rank is not current):
-            raise ForeignGroupError(_foreign(rank, current, self.over))
-        if current.greenlet is not getcurrent():
+    def here(self, owner: _Rank | None = None) -> _Rank:
+        """The rank whose turn it is; it must be the caller, and `owner` if that is given."""
+        rank = self.current
+        if rank is None or self.over:
+            raise ForeignGroupError(_foreign(owner, "outside its run"))
+        if rank.greenlet is not getcurrent():
             raise UnsupportedCollectiveError(
-                f"rank {current.index} called from another thread or greenlet than the one its program runs in: "
-                "a simulated rank has one thread; use a real world for this program."
+                f"rank {rank.index} called from another thread or greenlet than its program runs in: a simulated rank "
+                "has one; use a real world for this program."
             )
         if self.unwinding:
-            self._refuse(current)
-        return current
+            self._refuse(rank)
+        if owner is not None and owner is not rank:
+            raise ForeignGroupError(_foreign(owner, f"by rank {rank.index}"))
+        return rank
 
     def _refuse(self, rank: _Rank) -> NoReturn:
         rank.refusals += 1
@@ -285,38 +290,37 @@ class _Run:
             self._call_back(rank, seconds)
             self._give_way(rank)
         else:
-            self.poll()
+            self.poll(rank)
 
-    def poll(self, rank: _Rank | None = None) -> None:
-        """The rank asks for something instead of waiting for it: all others first; then time passes, if that helps."""
-        rank = self.here(rank)
+    def poll(self, owner: _Rank) -> None:
+        """A rank asks for something instead of waiting for it: all others first, and time passes, if that helps."""
+        rank = self.here(owner)
         rank.polls = rank.polls + 1 if rank.polled_at == self.progress else 1
         rank.polled_at = self.progress
         if rank.polls > IDLE_POLLS:
-            self._freeze(rank, "stalled", "asks for ever whether a collective is done that can never be")
+            self._freeze(rank, "stalled", "asks for ever for what can never be")
         chosen = self._chosen()
         if chosen is not None or self.failure is not None:
             insort(self.ready, rank.index)
             self._hand_over(rank, chosen)
 
     def die(self, death: Death, why: str) -> None:
-        """RankContext.die, for the rank whose turn it is; it does not return, and runs no `finally` while the run lasts."""
+        """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
         rank = self.here()
-        if death == "kill":
-            rank.context.recorder.end(End(how="killed", message=why, signal=9, at_ns=self.clock()))
-            self._freeze(rank, "dead", "signal 9")
-        elif death == "exit":
-            rank.context.recorder.end(End(how="exited", message=why, exit_code=1, at_ns=self.clock()))
-            self._freeze(rank, "dead", "exit status 1")
-        else:
+        if death in ("stop", "stall"):
             self._freeze(rank, "stopped" if death == "stop" else "stalled", why)
+        killed = death == "kill"
+        rank.context.recorder.end(
+            End(how="killed", message=why, signal=9, at_ns=self.clock())
+            if killed
+            else End(how="exited", message=why, exit_code=1, at_ns=self.clock())
+        )
+        self._freeze(rank, "dead", "signal 9" if killed else "exit status 1")
 
     def _freeze(self, rank: _Rank, state: RankState, detail: str) -> None:
         rank.state, rank.detail = state, detail
         self.progress += 1
         self._give_way(rank)
-
-    # Turns.
 
     def _give_way(self, rank: _Rank) -> None:
         self._hand_over(rank, self._chosen())
@@ -336,7 +340,7 @@ class _Run:
     def _chosen(self) -> _Rank | None:
         try:
             return self._next()
-        except Exception as error:  # of the schedule: the caller of the world gets it, not the rank
+        except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
             self.failure = error
             return None
 
@@ -361,7 +365,7 @@ class _Run:
         heapq.heappush(self.sleepers, (self.now_ns + round(seconds * 1e9), order, rank.index, rank.waits))
 
     def _wake_sleepers(self) -> None:
-        """Those whose time has come; if nobody else can run, the first, whose time comes now."""
+        """Those whose time has come; if nobody else can run, the first one, whose time comes now."""
         while self.sleepers and (not self.ready or self.sleepers[0][0] <= self.now_ns):
             when, _, index, waits = heapq.heappop(self.sleepers)
             if self.ranks[index].waits == waits:
@@ -369,12 +373,11 @@ class _Run:
                 self.wake(self.ranks[index])
 
 
-def _foreign(rank: _Rank | None, current: _Rank | None, over: bool) -> str:
-    whose = "a process group" if rank is None else f"a process group of rank {rank.index}"
-    who = "outside a rank program" if current is None else f"by rank {current.index}"
+def _foreign(owner: _Rank | None, how: str) -> str:
+    whose = "of a simulated rank" if owner is None else f"of rank {owner.index}"
     return (
-        f"{whose} was used {'after its run' if over else who}: ranks of a simulated world share modules and closures, "
-        "so keep groups and contexts in the rank program's own variables, not in globals."
+        f"a process group or context {whose} was used {how}: simulated ranks share modules and closures, so keep them "
+        "in the rank program's own variables and not in globals."
     )
 
 
@@ -385,15 +388,19 @@ def _fulfil(rank: _Rank) -> None:
 
 
 def _variables(world_size: int) -> dict[bytes, bytes]:
-    """The caller's environment and what a launcher would add to it, but for the rank itself."""
+    """The caller's environment, and what a launcher adds to it but for the rank itself; nobody listens at the port."""
     size = str(world_size).encode()
     launched = {b"WORLD_SIZE": size, b"LOCAL_WORLD_SIZE": size, b"MASTER_ADDR": b"127.0.0.1", b"MASTER_PORT": b"29500"}
     return environment() | launched
 
 
-def _frames(suspended: Any) -> tuple[str, ...]:
-    """Where a suspended rank stands, innermost first, outside torch and the test bed."""
-    frame: FrameType | None = suspended.gr_frame if suspended else None
+def _liveness(rank: _Rank) -> Liveness:
+    frames = () if rank.state in ("ended", "dead") else _frames(rank.greenlet.gr_frame)
+    return Liveness(state=rank.state, detail=rank.detail, frames=frames)
+
+
+def _frames(frame: FrameType | None) -> tuple[str, ...]:
+    """Where a rank stands, innermost first, outside torch and the test bed."""
     sites = []
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_NOT_OURS):
@@ -408,28 +415,28 @@ _NOT_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<fro
 # torch.distributed's own machinery, made to speak for the rank whose turn it is.
 
 
-class _RefusedStore(dist.Store):
-    """Stands where torch.distributed expects a store; a rank that would wait for a key would stop the whole world."""
+class _RefusedStore(c10d.Store):
+    """Stands where torch.distributed wants a store; a rank that waited for a key in C++ would stop the whole world."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Nothing waits here."""
 
 
 class SimulatedProcessGroup(RecordingGroup):
-    """A process group as one rank sees it. What is not simulated is refused by name when it is called."""
+    """A process group as one rank sees it. What is not simulated is refused by name, when it is called."""
 
     run: _Run
     description = ""
-    _name: Any = None
+    _registered: Any = None
 
     @property
     def group_name(self) -> Any:
-        """The name in torch's C++ registry, where all ranks' groups lie side by side: unlike the label, one per rank."""
-        if self._name is None:
-            self._name = f"{self.label}@{self.rank()}.{len(self.run.registered)}"
-            self.run.registered.append(self._name)
-            c10d._register_process_group(self._name, self)
-        return self._name
+        """Its name in torch's C++ registry, where all ranks' groups lie: unlike the label, it is unique."""
+        if self._registered is None:
+            self._registered = f"{self.label}@{self.rank()}.{len(self.run.registered)}"
+            self.run.registered.append(self._registered)
+            _register_process_group(self._registered, self)
+        return self._registered
 
     @property
     def group_desc(self) -> str:
@@ -438,33 +445,28 @@ class SimulatedProcessGroup(RecordingGroup):
 
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
-    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedCollectiveError(
-            f"{what} is not simulated: run this program in a real world, or use the collectives that "
-            f"{SimulatedGroup.__name__} has."
+            f"{what} is not simulated: use the collectives that SimulatedGroup has, or run the program in a real world."
         )
 
     return refuse
 
 
-_REFUSED_OPS = (
-    "send", "recv", "recv_anysource", "monitored_barrier", "_start_coalescing", "_end_coalescing",
-    "allreduce_coalesced", "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
-    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "gather_single", "gather_into_tensor",
-    "split_group", "merge_remote_group",
-)  # fmt: skip
-_REFUSED_STORE = (
-    "set", "get", "add", "wait", "check", "compare_set", "delete_key", "num_keys", "append", "multi_get", "multi_set",
-    "queue_push", "queue_pop", "queue_len",
-)  # fmt: skip
-for _name in _REFUSED_OPS:
+_REFUSED_OPS = """
+    send recv recv_anysource _start_coalescing _end_coalescing allreduce_coalesced allgather_coalesced
+    allgather_into_tensor_coalesced all_gather_single_coalesced reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced gather_single gather_into_tensor monitored_barrier split_group merge_remote_group
+"""
+_REFUSED_STORE = "set get add wait check compare_set delete_key num_keys append multi_get multi_set"
+for _name in _REFUSED_OPS.split():
     setattr(SimulatedProcessGroup, _name, _refusing(_name))
-for _name in _REFUSED_STORE:
+for _name in _REFUSED_STORE.split():
     setattr(_RefusedStore, _name, _refusing(f"Store.{_name}"))
 
 
-def form(run: _Run, rank: _Rank, name: str, members: tuple[int, ...], label: str) -> SimulatedProcessGroup:
-    """The rank's end of a group; the members' ends meet if each has formed it as often as the others."""
+def _form(run: _Run, rank: _Rank, name: str, members: tuple[int, ...], label: str) -> SimulatedProcessGroup:
+    """The rank's end of a group. The members' ends meet if each has formed this group as often as the others."""
     count = rank.formed[name, members] = rank.formed.get((name, members), 0) + 1
     channel = run.channels.get((name, members, count))
     if channel is None:
@@ -475,44 +477,56 @@ def form(run: _Run, rank: _Rank, name: str, members: tuple[int, ...], label: str
     return group
 
 
-def enter_group(
-    groups: RankGroups, group: Any, name: str, places: dict[int, int], backend: str, store: Any, tag: str | None = None
+def _enter_in_book(
+    book: RankGroups, group: Any, name: str, places: dict[int, int], backend: str, store: Any, tag: str | None = None
 ) -> None:
-    """Enter a group in a rank's book, as torch.distributed enters one that it has made."""
-    groups.pg_map[group] = (backend, store)
-    groups.pg_names[group] = name
-    groups.pg_group_ranks[group] = places
-    groups.pg_backend_config[group] = f"cpu:{backend},cuda:{backend}"
+    """As torch.distributed does with a group that it has made."""
+    book.pg_map[group] = (backend, store)
+    book.pg_names[group] = name
+    book.pg_group_ranks[group] = places
+    book.pg_backend_config[group] = f"cpu:{backend},cuda:{backend}"
     if not tag:
-        groups.tags_to_pg.setdefault("", []).append(group)
-    key = groups.pg_to_tag[group] = f"user:{tag}" if tag else f"ptd:{name}"
-    groups.tags_to_pg.setdefault(key, []).append(group)
+        book.tags_to_pg.setdefault("", []).append(group)
+    key = book.pg_to_tag[group] = f"user:{tag}" if tag else f"ptd:{name}"
+    book.tags_to_pg.setdefault(key, []).append(group)
 
 
-def _new_process_group(
-    run: _Run, group_size: int, group_rank: int, ranks: list[int], backend: str, store: Any, name: str, **options: Any
+def _new_group(
+    run: _Run, size: int, place: int | None, ranks: list[int], backend: str, store: Any, name: str, **options: Any
 ) -> tuple[Any, Any]:
+    """In the place of the function of torch.distributed that makes every group, with its arguments and answer."""
     rank, tag = run.here(), options.get("pg_tag")
+    if name in rank.groups.pg_names.values():
+        raise ValueError("The specified group name has already been created, please use a different group name")
     existing = c10d._find_pg_by_ranks_and_tag(tag, ranks) if tag else None
     if existing is not None:
         return existing, run.store
     members = tuple(ranks) or run.members
     if rank.index not in members:
         return dist.GroupMember.NON_GROUP_MEMBER, None
-    group = form(run, rank, name, members, name if ranks else WORLD)
+    group = _form(run, rank, name, members, name if ranks else WORLD)
     group.description = options.get("group_desc") or "undefined"
-    places = {member: place for place, member in enumerate(members)}
-    enter_group(rank.groups, group, name, places, str(backend), run.store, tag)
+    places = {member: number for number, member in enumerate(members)}
+    _enter_in_book(rank.groups, group, name, places, str(backend), run.store, tag)
     return group, run.store
+
+
+def _replacements(run: _Run) -> dict[str, Any]:
+    """For names in torch.distributed: groups are simulated, whatever backend they ask for; no rank clears others."""
+    return {
+        "_new_process_group_helper": partial(_new_group, run),
+        "rendezvous": lambda *args, **options: iter([(run.store, run.here().index, len(run.members))]),
+        "_unregister_all_process_groups": lambda: None,
+    }
 
 
 @contextmanager
 def _in_place(run: _Run) -> Iterator[None]:
-    """Put the caller's state away and make torch.distributed speak for the rank that runs; undo both."""
+    """Put the caller's state away and let torch.distributed speak for ranks; undo both."""
     global _running
     caller, hook = Isolation(), sys.excepthook
     caller.leave()
-    replaced = {name: (getattr(c10d, name), new) for name, new in _replacements(run).items() if hasattr(c10d, name)}
+    replaced = {name: (getattr(c10d, name), new) for name, new in _replacements(run).items()}
     try:
         _running = run
         for name, (_, new) in replaced.items():
@@ -526,13 +540,7 @@ def _in_place(run: _Run) -> Iterator[None]:
         caller.enter()
 
 
-def _replacements(run: _Run) -> dict[str, Any]:
-    """New groups are simulated ones, whatever backend they ask for, and nobody removes another rank's names."""
-    return {
-        "_new_process_group_helper": lambda *args, **options: _new_process_group(run, *args, **options),
-        "rendezvous": lambda *args, **options: iter([(run.store, run.here().index, len(run.members))]),
-        "_unregister_all_process_groups": lambda: None,
-    }
+# What a rank brings to a collective, and where the members meet.
 
 
 class SimulatedWork(dist.Work):
@@ -540,30 +548,27 @@ class SimulatedWork(dist.Work):
 
     run: _Run
     rank: _Rank
+    fold: _Fold | None = None  # how the part's rank wants the parts reduced
+    whole = False  # its one tensor stands for a list of equal parts
+    splits: tuple[list[int], list[int]] | None = None  # bytes to each member, and from each
+    timeout_s = 0.0
+    stream: Any = None  # CUDA: on which the rank works
+    moved: Any = None  # CUDA: the event after which its outputs are there
+    done = False
+    _future: SimulatedFuture | None = None
 
     def __init__(
         self,
         op: str,
-        move: Move,
+        payload: Any,
+        move: Move | None,
         inputs: Sequence[Tensor] = (),
         outputs: Sequence[Tensor] = (),
-        *,
-        payload_bytes: int = 0,
         root: int = -1,
-        reduce_op: Any = None,
-        whole: bool = False,
-        splits: tuple[list[int], list[int]] | None = None,
     ) -> None:
         super().__init__()
-        self.terms = (op, root, payload_bytes)  # on which the members must agree
-        self.move, self.inputs, self.outputs, self.reduce_op = move, inputs, outputs, reduce_op
-        self.whole = whole  # one tensor stands for a list of equal parts
-        self.splits = splits  # bytes to, and from, each member
-        self.done = False
-        self.timeout_s = 0.0
-        self.stream: Any = None  # CUDA: on which the rank works
-        self.moved: Any = None  # CUDA: an event
-        self._future: SimulatedFuture | None = None
+        self.terms = (op, root, payload)  # on which all members must agree; payload in bytes
+        self.move, self.inputs, self.outputs = move, inputs, outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Give way until the collective is complete.
@@ -576,13 +581,13 @@ class SimulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is, after all others have had their turn."""
+        """Whether it is, after all others have had a turn."""
         if not self.done:
             self.run.poll(self.rank)
         return self.done
 
     def is_success(self) -> bool:
-        """True, as gloo says while nothing has failed."""
+        """True, as gloo says unless something has failed."""
         return True
 
     def exception(self) -> None:
@@ -592,7 +597,7 @@ class SimulatedWork(dist.Work):
         """Nothing to do."""
 
     def result(self) -> list[Tensor]:
-        """The outputs."""
+        """The tensors that were written to."""
         if not self.done:
             raise RuntimeError(
                 "Work needs to be completed before calling result(). Should call wait() before result()."
@@ -600,7 +605,7 @@ class SimulatedWork(dist.Work):
         return list(self.outputs or self.inputs)
 
     def get_future(self) -> SimulatedFuture:
-        """A future of the outputs; its callbacks run in this rank, when it next goes on."""
+        """A future of the result; its callbacks run in this rank, when it next goes on."""
         if self._future is None:
             self._future = SimulatedFuture(self)
             if self.done:
@@ -608,7 +613,7 @@ class SimulatedWork(dist.Work):
         return self._future
 
     def complete(self) -> None:
-        """All that it was for is done; whoever waits for it can go on."""
+        """The data are moved: whoever waits for them can go on."""
         self.done = True
         if self._future is not None:
             self.rank.owed.append(self)
@@ -616,14 +621,14 @@ class SimulatedWork(dist.Work):
             self.run.wake(self.rank)
 
     def fulfil(self) -> None:
-        """Hand the outputs to the future, and so to its callbacks."""
+        """Give the future its result, and so call its callbacks."""
         if self._future is not None and not self._future.fulfilled:
             self._future.fulfilled = True
             self._future.set_result(self.result())
 
 
 class SimulatedFuture(torch.futures.Future[Any]):
-    """Waits as its collective does. torch.futures.wait_all waits in C++, and so for ever unless all are complete."""
+    """Waits as its collective does. torch.futures.wait_all, which waits in C++, would stop the whole world."""
 
     def __init__(self, work: SimulatedWork) -> None:
         super().__init__()
@@ -634,64 +639,71 @@ class SimulatedFuture(torch.futures.Future[Any]):
         return self.work.is_completed()
 
     def wait(self) -> Any:
-        """The outputs, when it is."""
+        """The result, when it is there."""
         self.work.wait()
         self.work.fulfil()
         return super().wait()
 
 
 class _Channel:
-    """Where the members of one group meet: each brings its parts in its own order, and equal places belong together."""
+    """Where the members of one group meet: those that are equally far in their own order of calls belong together."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._meetings: dict[int, list[SimulatedWork | None]] = {}
-        self._missing: dict[int, int] = {}
+        self._meetings: dict[int, tuple[list[Any], set[int]]] = {}
 
     def arrive(self, seq: int, place: int, part: SimulatedWork) -> list[SimulatedWork] | None:
-        """All parts, in group order, once the last one is there."""
-        parts: Any = self._meetings.setdefault(seq, [None] * self.size)
+        """All parts in group order, once the last is there."""
+        meeting = self._meetings.get(seq)
+        if meeting is None:
+            meeting = self._meetings[seq] = [None] * self.size, set(range(self.size))
+        parts, missing = meeting
         parts[place] = part
-        missing = self._missing[seq] = self._missing.get(seq, self.size) - 1
+        missing.discard(place)
         if missing:
             return None
-        del self._meetings[seq], self._missing[seq]
-        return list(parts)
+        del self._meetings[seq]
+        return parts
 
 
 def _settle(parts: list[SimulatedWork]) -> None:
     """Move the data, if the members agree; if not, the collective stays incomplete for ever, as with gloo."""
     first = parts[0]
-    if any(part.terms != first.terms for part in parts) or (first.splits and not _splits_fit(parts)):
+    for part in parts:
+        if part.terms != first.terms:
+            return
+    if first.splits is not None and not _splits_fit(parts):
         return
-    if first.stream is None:
-        quietly(first.move, parts)
-    else:
+    if first.stream is not None:
         _move_on_cuda(parts)
+    elif first.move is not None:
+        quietly(first.move, parts)
     for part in parts:
         part.complete()
 
 
 def _splits_fit(parts: list[SimulatedWork]) -> bool:
-    sent = [part.splits[0] for part in parts if part.splits]
-    got = [part.splits[1] for part in parts if part.splits]
-    return all(sent[source][target] == got[target][source] for source in range(len(sent)) for target in range(len(got)))
+    """Whether each member expects from each other what that one sends."""
+    sent, expected = zip(*(part.splits for part in parts if part.splits is not None), strict=True)
+    return all(row == tuple(column) for row, column in zip(zip(*sent, strict=True), expected, strict=True))
 
 
 def _move_on_cuda(parts: list[SimulatedWork]) -> None:
+    """After what every rank has queued on its stream, and before what it queues when it has waited."""
     stream = torch.cuda.current_stream()
     for part in parts:
         stream.wait_stream(part.stream)
-    quietly(parts[0].move, parts)
+    if parts[0].move is not None:
+        quietly(parts[0].move, parts)
     moved = stream.record_event()
     for part in parts:
         part.moved = moved
 
 
 class SimulatedGroup:
-    """One rank's end of a simulated group, under the names that process groups have for their collectives.
+    """One rank's end of a simulated group, under the names that process groups give their collectives.
 
-    Each call checks what gloo checks, in gloo's words, and returns a handle; nothing waits here.
+    A call checks what gloo checks, says what is wrong in gloo's words, and returns a handle; nothing waits here.
     """
 
     def __init__(self, run: _Run, rank: _Rank, channel: _Channel, place: int) -> None:
@@ -700,153 +712,150 @@ class SimulatedGroup:
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.all_gather."""
-        self._require_size("invalid output tensor list at index 0 (expected length {}, got {})", outputs[0])
-        _require_alike("all_gather", outputs[0], inputs[0])
-        return self._join(
-            SimulatedWork("all_gather", _all_gather, inputs, outputs[0], payload_bytes=_payload_bytes(inputs[0]))
-        )
+        (given,) = outputs
+        self._require_length(given, "all_gather: invalid output tensor list at index 0 (expected length {}, got {})")
+        _require_alike("all_gather", given, inputs[0])
+        return self._join(SimulatedWork("all_gather", _payload(inputs[0]), _all_gather, inputs, given))
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         """dist.all_gather_single; all_gather_into_tensor before torch 2.13."""
         fits = input.dim() > 0 and output.shape == (self._size * input.shape[0], *input.shape[1:])
         if not fits or output.dtype is not input.dtype:
-            return self.allgather([list(output.chunk(self._size))], [input])  # says what is wrong
-        size = _payload_bytes(input)
-        return self._join(SimulatedWork("all_gather", _all_gather, [input], [output], payload_bytes=size, whole=True))
+            return self.allgather([list(output.chunk(self._size))], [input])  # which says what is wrong
+        work = SimulatedWork("all_gather", _payload(input), _all_gather, [input], [output])
+        work.whole = True
+        return self._join(work)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.all_reduce."""
-        return self._join_reduction("all_reduce", _all_reduce, tensors, opts or dist.AllreduceOptions())
+        fold = _fold(opts or c10d.AllreduceOptions(), tensors[0])
+        work = SimulatedWork("all_reduce", _payload(tensors[0], in_memory=True), _all_reduce, tensors)
+        return self._join(work, fold)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.reduce."""
         opts = opts or c10d.ReduceOptions()
-        return self._join_reduction("reduce", _reduce, tensors, opts, root=opts.rootRank)
+        fold = _fold(opts, tensors[0])
+        work = SimulatedWork("reduce", _payload(tensors[0], in_memory=True), _reduce, tensors, root=opts.rootRank)
+        return self._join(work, fold)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.broadcast."""
-        root = (opts or dist.BroadcastOptions()).rootRank
-        size = _payload_bytes(tensors[0], in_memory=True)
-        return self._join(SimulatedWork("broadcast", _broadcast, tensors, payload_bytes=size, root=root))
+        root = (opts or c10d.BroadcastOptions()).rootRank
+        return self._join(
+            SimulatedWork("broadcast", _payload(tensors[0], in_memory=True), _broadcast, tensors, root=root)
+        )
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
         """dist.reduce_scatter."""
-        if len(inputs[0]) != self._size:
-            raise RuntimeError("invalid input tensor list size, must be world size")
-        _require_alike("reduce_scatter", outputs, inputs[0][self._place])
-        opts = opts or dist.ReduceScatterOptions()
-        return self._join_reduction("reduce_scatter", _reduce_scatter, inputs[0], opts, outputs=outputs)
+        (given,) = inputs
+        self._require_length(given, "invalid input tensor list size, must be world size")
+        _require_alike("reduce_scatter", outputs, given[self._place])
+        _payload(outputs[0], in_memory=True)
+        fold = _fold(opts or c10d.ReduceScatterOptions(), outputs[0])
+        shares = [_payload(tensor) for tensor in given]
+        return self._join(SimulatedWork("reduce_scatter", shares, _reduce_scatter, given, outputs), fold)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         """dist.reduce_scatter_single; reduce_scatter_tensor before torch 2.13."""
         if not output.dim() or input.shape != (output.shape[0] * self._size, *output.shape[1:]):
             raise RuntimeError(
-                f"reduce_scatter: the input must be {self._size} outputs in a row (output {tuple(output.shape)}, "
+                f"reduce_scatter: the input must be as long as {self._size} outputs (output {tuple(output.shape)}, "
                 f"input {tuple(input.shape)})"
             )
-        _require_kind("reduce_scatter", 0, output, input)
-        opts = opts or dist.ReduceScatterOptions()
-        return self._join_reduction("reduce_scatter", _reduce_scatter, [input], opts, outputs=[output], whole=True)
+        _require_alike("reduce_scatter", [input], input, of=output)
+        fold = _fold(opts or c10d.ReduceScatterOptions(), output)
+        shares = [_payload(output)] * self._size
+        work = SimulatedWork("reduce_scatter", shares, _reduce_scatter, [input], [output])
+        work.whole = True
+        return self._join(work, fold)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.all_to_all."""
-        self._require_size("output tensor list size {1} does not match world size {0}", outputs)
-        self._require_size("input tensor list size {1} does not match world size {0}", inputs)
-        for tensors in (outputs, inputs):
-            _require_alike("all_to_all", tensors, tensors[0])
-        splits = [_payload_bytes(tensor) for tensor in inputs], [tensor.nbytes for tensor in outputs]
-        return self._join(SimulatedWork("all_to_all", _all_to_all, inputs, outputs, splits=splits))
+        self._require_length(outputs, "all_to_all: output tensor list size {1} does not match world size {0}")
+        self._require_length(inputs, "all_to_all: input tensor list size {1} does not match world size {0}")
+        _require_alike("all_to_all", outputs, outputs[0])
+        _require_alike("all_to_all", inputs, inputs[0])
+        work = SimulatedWork("all_to_all", None, _all_to_all, inputs, outputs)
+        work.splits = [_payload(tensor) for tensor in inputs], [tensor.nbytes for tensor in outputs]
+        return self._join(work)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> SimulatedWork:
         """dist.all_to_all_single."""
-        if not (input.is_contiguous() or _is_channels_last(input)):
+        if not input.is_contiguous() and not _is_channels_last(input):
             raise ValueError("Tensors must be contiguous")
-        for tensor in (input, output):
-            _payload_bytes(tensor, in_memory=True)
-        split = bool(out_splits or in_splits)
-        if not split and input.nbytes != output.nbytes:
-            raise RuntimeError(f"all_to_all: input and output must be equally large ({input.nbytes}, {output.nbytes})")
-        splits = self._split(input, in_splits, split), self._split(output, out_splits, split)
-        return self._join(SimulatedWork("all_to_all", _all_to_all, [input], [output], splits=splits, whole=True))
+        even = not out_splits and not in_splits
+        if even and input.nbytes != output.nbytes:
+            raise RuntimeError(f"all_to_all: {input.nbytes} bytes go in and {output.nbytes} out: they must be as many")
+        _payload(output, in_memory=True)
+        work = SimulatedWork("all_to_all", None, _all_to_all, [input], [output])
+        work.whole = True
+        work.splits = self._split(input, in_splits, even), self._split(output, out_splits, even)
+        return self._join(work)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.gather."""
         root = (opts or c10d.GatherOptions()).rootRank
+        given: list[Tensor] = outputs[0] if root == self._place else []
         if root == self._place:
-            self._require_size(_WRONG_LIST.format("output"), outputs[0])
-            _require_alike("gather", outputs[0], inputs[0])
-        got = outputs[0] if root == self._place else []
-        size = _payload_bytes(inputs[0])
-        return self._join(SimulatedWork("gather", _all_gather, inputs, got, payload_bytes=size, root=root))
+            self._require_length(given, _WRONG_LENGTH.format("gather", "output", "Output"))
+            _require_alike("gather", given, inputs[0])
+        return self._join(SimulatedWork("gather", _payload(inputs[0]), _all_gather, inputs, given, root))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
         """dist.scatter."""
         root = (opts or c10d.ScatterOptions()).rootRank
-        sent = inputs[0] if root == self._place else []
+        given: list[Tensor] = inputs[0] if root == self._place else []
         if root == self._place:
-            self._require_size(_WRONG_LIST.format("input"), sent)
-            _require_alike("scatter", sent, outputs[0])
-        size = max(_payload_bytes(tensor, in_memory=True) for tensor in (*sent, *outputs))
-        return self._join(SimulatedWork("scatter", _scatter, sent, outputs, payload_bytes=size, root=root))
+            self._require_length(given, _WRONG_LENGTH.format("scatter", "input", "Input"))
+            _require_alike("scatter", given, outputs[0])
+        size = max(_payload(tensor, in_memory=True) for tensor in (*outputs, *given))
+        return self._join(SimulatedWork("scatter", size, _scatter, given, outputs, root))
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        """dist.barrier; its time-out, unlike the group's, counts."""
-        work = SimulatedWork("barrier", _nothing)
-        work.timeout_s = max(opts.timeout.total_seconds(), 0.0) if opts is not None else 0.0
+        """dist.barrier. Its time-out counts, unlike the group's."""
+        work = SimulatedWork("barrier", 0, None)
+        if opts is not None:
+            work.timeout_s = max(opts.timeout.total_seconds(), 0.0)
         return self._join(work)
 
-    def _join_reduction(
-        self,
-        op: str,
-        move: Move,
-        inputs: list[Tensor],
-        opts: Any,
-        *,
-        outputs: Sequence[Tensor] = (),
-        root: int = -1,
-        whole: bool = False,
-    ) -> SimulatedWork:
-        reduce_op = opts.reduceOp.op
-        if reduce_op not in _FOLDS:
-            raise UnsupportedCollectiveError(f"{reduce_op} is not simulated: use another reduce op, or a real world.")
-        if reduce_op in _BITWISE and inputs[0].is_floating_point():
-            raise RuntimeError(f"Cannot use ReduceOp.{reduce_op.name} with non-integral dtype")
-        size = sum(_payload_bytes(tensor, in_memory=not outputs) for tensor in inputs)
-        work = SimulatedWork(op, move, inputs, outputs, payload_bytes=size, root=root, reduce_op=reduce_op, whole=whole)
-        return self._join(work)
-
-    def _join(self, work: SimulatedWork) -> SimulatedWork:
-        work.run, work.rank = self._run, self._run.here(self._rank)
-        if self._size > 1 and torch._C._current_graph_task_id() != -1:
+    def _join(self, work: SimulatedWork, fold: _Fold | None = None) -> SimulatedWork:
+        run = self._run
+        work.run, work.rank = run, run.here(self._rank)
+        if fold is not None:
+            work.fold = fold
+        if torch._C._current_graph_task_id() != -1 and self._size > 1:
             raise UnsupportedCollectiveError(
-                f"{work.terms[0]} inside backward() is not simulated: torch runs the backward passes of one thread "
-                "as one; use a real world for this program."
+                f"{work.terms[0]} inside backward() is not simulated: torch runs all backward passes of a thread as "
+                "one; use a real world for this program."
             )
+        op, root, _ = work.terms
+        if root >= self._size:
+            raise RuntimeError(f"{op}: invalid root rank: {root}")
         tensors = work.outputs or work.inputs
         if tensors and tensors[0].is_cuda:
-            work.stream = _stream_outside_capture(work.terms[0])
+            work.stream = _stream_outside_capture(op)
         self._seq += 1
-        self._run.progress += 1
+        run.progress += 1
         parts = self._channel.arrive(self._seq, self._place, work)
         if parts is not None:
             _settle(parts)
         return work
 
-    def _require_size(self, message: str, tensors: Sequence[Tensor]) -> None:
+    def _require_length(self, tensors: Sequence[Tensor], message: str) -> None:
         if len(tensors) != self._size:
             raise RuntimeError(message.format(self._size, len(tensors)))
 
-    def _split(self, tensor: Tensor, splits: list[int], split: bool) -> list[int]:
+    def _split(self, tensor: Tensor, splits: list[int], even: bool) -> list[int]:
         """Bytes of each member's share; torch counts splits in rows."""
-        if not split:
+        if even:
             return [tensor.nbytes // self._size] * self._size
         rows = tensor.shape[0]
-        if not splits:
-            if rows % self._size:
-                raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
-            splits = [rows // self._size] * self._size
+        if not splits and rows % self._size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+        splits = splits or [rows // self._size] * self._size
         if len(splits) != self._size:
             raise RuntimeError("Number of tensor splits not equal to group size")
         if sum(splits) != rows:
@@ -854,17 +863,16 @@ class SimulatedGroup:
         return [count * (tensor.nbytes // max(rows, 1)) for count in splits]
 
 
-_WRONG_LIST = "Incorrect {0} list size {{1}}. {0} list size should be {{0}}, same as size of the process group."
-_KINDS = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
-    torch.bool,
-})  # fmt: skip
+_WRONG_LENGTH = "{0}: Incorrect {1} list size {{1}}. {2} list size should be {{0}}, same as size of the process group."
+_KINDS = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+) | {torch.bool}
 
 
-def _payload_bytes(tensor: Tensor, *, in_memory: bool = False) -> int:
-    """Bytes that a tensor brings. Raises where gloo would, and where it should: past the end of the storage."""
+def _payload(tensor: Tensor, *, in_memory: bool = False) -> int:
+    """Bytes that a tensor brings. Raises where gloo does, and where it should: past the end of the storage."""
     if tensor.layout is not torch.strided:
-        raise UnsupportedCollectiveError(f"a tensor of layout {tensor.layout} is not simulated: use a dense one.")
+        raise UnsupportedCollectiveError(f"a tensor with layout {tensor.layout} is not simulated: use a dense one.")
     if tensor.dtype not in _KINDS:
         raise RuntimeError("Invalid scalar type")
     size = tensor.nbytes
@@ -878,21 +886,23 @@ def _payload_bytes(tensor: Tensor, *, in_memory: bool = False) -> int:
     return size
 
 
-def _require_alike(op: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+def _require_alike(op: str, tensors: Sequence[Tensor], like: Tensor, of: Tensor | None = None) -> None:
+    """Every tensor has the shape of `like`, and its dtype and device, or those of `of`."""
+    shape, dtype, device = like.shape, (like if of is None else of).dtype, like.device
     for index, tensor in enumerate(tensors):
-        _require_kind(op, index, tensor, like)
-        if tensor.shape != like.shape:
+        if tensor.dtype is not dtype or tensor.device != device:
             raise RuntimeError(
-                f"{op}: invalid tensor size at index {index} (expected {tuple(like.shape)}, got {tuple(tensor.shape)})"
+                f"{op}: invalid tensor type at index {index} (expected {dtype} on {device}, "
+                f"got {tensor.dtype} on {tensor.device})"
+            )
+        if tensor.shape != shape:
+            raise RuntimeError(
+                f"{op}: invalid tensor size at index {index} (expected {_sizes(shape)}, got {_sizes(tensor.shape)})"
             )
 
 
-def _require_kind(op: str, index: int, tensor: Tensor, like: Tensor) -> None:
-    if tensor.dtype is not like.dtype or tensor.device != like.device:
-        raise RuntimeError(
-            f"{op}: invalid tensor type at index {index} (expected {like.dtype} on {like.device}, "
-            f"got {tensor.dtype} on {tensor.device})"
-        )
+def _sizes(shape: torch.Size) -> str:
+    return f"({', '.join(map(str, shape))})"
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -908,36 +918,114 @@ def _stream_outside_capture(op: str) -> Any:
 
 # How the data move. `parts` are in group order, and agree.
 
-_OPS = dist.ReduceOp.RedOpType
-_BITWISE = (_OPS.BAND, _OPS.BOR, _OPS.BXOR)
-_FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    _OPS.SUM: Tensor.add_,
-    _OPS.AVG: Tensor.add_,
-    _OPS.PRODUCT: Tensor.mul_,
-    _OPS.MIN: lambda total, value: torch.where(value < total, value, total),
-    _OPS.MAX: lambda total, value: torch.where(total < value, value, total),
-    _OPS.BAND: Tensor.bitwise_and_,
-    _OPS.BOR: Tensor.bitwise_or_,
-    _OPS.BXOR: Tensor.bitwise_xor_,
+
+class _Fold:
+    """A reduce op: how a total takes up the next value."""
+
+    def __init__(self, take: Callable[[Tensor, Tensor], Tensor], *, bits: bool = False, mean: bool = False) -> None:
+        self.take, self.bits, self.mean = take, bits, mean
+
+
+_FOLDS = {
+    "SUM": _Fold(Tensor.add_),
+    "AVG": _Fold(Tensor.add_, mean=True),
+    "PRODUCT": _Fold(Tensor.mul_),
+    "MIN": _Fold(lambda total, value: torch.where(value < total, value, total)),
+    "MAX": _Fold(lambda total, value: torch.where(total < value, value, total)),
+    "BAND": _Fold(Tensor.bitwise_and_, bits=True),
+    "BOR": _Fold(Tensor.bitwise_or_, bits=True),
+    "BXOR": _Fold(Tensor.bitwise_xor_, bits=True),
 }
+_FOLD_OF = {kind: _FOLDS.get(name) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 
 
-def _nothing(parts: list[SimulatedWork]) -> None:
-    pass
+def _fold(opts: Any, tensor: Tensor) -> _Fold:
+    kind = opts.reduceOp.op
+    fold = _FOLD_OF[kind]
+    if fold is None:
+        raise UnsupportedCollectiveError(f"ReduceOp.{kind.name} is not simulated: use another one, or a real world.")
+    if fold.bits and tensor.is_floating_point():
+        raise RuntimeError(f"Cannot use ReduceOp.{kind.name} with non-integral dtype")
+    if fold.mean and not tensor.is_floating_point():
+        raise RuntimeError(f"result type Float can't be cast to the desired output type {tensor.dtype}")
+    return fold
+
+
+def _total(fold: _Fold | None, dtype: torch.dtype, values: Sequence[Tensor]) -> Tensor:
+    """The values folded in their order."""
+    assert fold is not None
+    total = _read_as(dtype, values[0]).clone()
+    for value in values[1:]:
+        total = fold.take(total, _read_as(dtype, value))
+    if fold.mean:
+        total.div_(len(values))
+    return total
+
+
+def _totals(parts: list[SimulatedWork], values: list[Tensor]) -> list[Tensor]:
+    """What each part gets: all values folded by its own op, in its own dtype."""
+    totals: dict[Any, Tensor] = {}
+    for part, value in zip(parts, values, strict=True):
+        if (part.fold, value.dtype) not in totals:
+            totals[part.fold, value.dtype] = _total(part.fold, value.dtype, values)
+    return [totals[part.fold, value.dtype] for part, value in zip(parts, values, strict=True)]
+
+
+def _all_reduce(parts: list[SimulatedWork]) -> None:
+    tensors = [_memory(part.inputs[0]) for part in parts]
+    torch._foreach_copy_(tensors, _totals(parts, tensors))
+
+
+def _reduce(parts: list[SimulatedWork]) -> None:
+    root = parts[0].terms[1]
+    tensors = [_memory(part.inputs[0]) for part in parts]
+    for place, (tensor, total) in enumerate(zip(tensors, _totals(parts, tensors), strict=True)):
+        kept = 0 if place == root else tensor.numel() - tensor.numel() // len(parts)
+        tensor[kept:].copy_(total[kept:])
+
+
+def _reduce_scatter(parts: list[SimulatedWork]) -> None:
+    if not all(part.whole for part in parts):
+        _reduce_scatter_lists(parts)
+        return
+    dense = [_dense(part.inputs[0]) for part in parts]
+    totals = _totals(parts, [_memory(tensor) for tensor in dense])
+    for place, (part, tensor, total) in enumerate(zip(parts, dense, totals, strict=True)):
+        rows = part.outputs[0].shape[0]
+        part.outputs[0].copy_(total.as_strided(tensor.shape, tensor.stride(), 0).narrow(0, place * rows, rows))
+
+
+def _reduce_scatter_lists(parts: list[SimulatedWork]) -> None:
+    shares = [part.inputs[0].chunk(len(parts)) if part.whole else part.inputs for part in parts]
+    totals = []
+    for place, part in enumerate(parts):
+        values = [_memory(_dense(given[place])) for given in shares]
+        values[place] = _own_share(part.outputs[0], shares[place][place])
+        totals.append(_total(part.fold, part.outputs[0].dtype, values))
+    for part, total in zip(parts, totals, strict=True):
+        _memory(part.outputs[0]).copy_(total)
+
+
+def _own_share(output: Tensor, share: Tensor) -> Tensor:
+    """A rank's own share goes by index to its output, and from there by memory, as the peers' shares do."""
+    if output.is_contiguous():
+        return share.reshape(-1)
+    output.copy_(share)
+    return _memory(output)
 
 
 def _all_gather(parts: list[SimulatedWork]) -> None:
-    """Each part's input to everybody's outputs; only the root has outputs in a gather."""
+    """Every part's input to all outputs; of a gather, only the root has outputs."""
     sent = [part.inputs[0] for part in parts]
     if not all(tensor.shape == sent[0].shape and tensor.dtype is sent[0].dtype for tensor in sent):
         _all_gather_bytes(parts, sent)
         return
-    row = torch.cat(sent) if any(part.whole for part in parts) else None
+    row = torch.cat(sent) if any(part.whole for part in parts) else sent[0]
     for part in parts:
-        if part.whole and row is not None:
+        if part.whole:
             part.outputs[0].copy_(row)
         elif part.outputs:
-            torch._foreach_copy_(part.outputs, sent)
+            torch._foreach_copy_(list(part.outputs), sent)
 
 
 def _all_gather_bytes(parts: list[SimulatedWork], sent: list[Tensor]) -> None:
@@ -961,93 +1049,30 @@ def _scatter(parts: list[SimulatedWork]) -> None:
         _deliver(_memory(part.outputs[0]), _memory(values))
 
 
-def _all_reduce(parts: list[SimulatedWork]) -> None:
-    tensors = [_memory(part.inputs[0]) for part in parts]
-    for tensor, total in zip(tensors, _totals(parts, tensors), strict=True):
-        tensor.copy_(total)
-
-
-def _reduce(parts: list[SimulatedWork]) -> None:
-    root = parts[0].terms[1]
-    tensors = [_memory(part.inputs[0]) for part in parts]
-    for place, (tensor, total) in enumerate(zip(tensors, _totals(parts, tensors), strict=True)):
-        scratch = 0 if place == root else tensor.numel() - tensor.numel() // len(parts)
-        tensor[scratch:].copy_(total[scratch:])
-
-
-def _reduce_scatter(parts: list[SimulatedWork]) -> None:
-    if not all(part.whole for part in parts):
-        _reduce_scatter_lists(parts)
-        return
-    dense = [_dense(part.inputs[0]) for part in parts]
-    totals = _totals(parts, [_memory(tensor) for tensor in dense])
-    for place, (part, tensor, total) in enumerate(zip(parts, dense, totals, strict=True)):
-        rows = part.outputs[0].shape[0]
-        total = total.as_strided(tensor.shape, tensor.stride(), 0)
-        part.outputs[0].copy_(total.narrow(0, place * rows, rows))
-
-
-def _reduce_scatter_lists(parts: list[SimulatedWork]) -> None:
-    inputs = [part.inputs[0].chunk(len(parts)) if part.whole else part.inputs for part in parts]
-    totals = []
-    for place, part in enumerate(parts):
-        values = [_memory(_dense(row[place])) for row in inputs]
-        values[place] = _own_share(part.outputs[0], inputs[place][place])
-        totals.append(_total(part, values))
-    for part, total in zip(parts, totals, strict=True):
-        _memory(part.outputs[0]).copy_(total)
-
-
-def _own_share(output: Tensor, share: Tensor) -> Tensor:
-    """A rank's own share goes to its output by index, and is then read from there by memory, as the peers' are."""
-    if output.is_contiguous():
-        return share.reshape(-1)
-    output.copy_(share)
-    return _memory(output)
-
-
 def _all_to_all(parts: list[SimulatedWork]) -> None:
-    """Through copies, as an output may be an input of the same rank."""
+    """Through copies: an output may be an input of the same rank."""
     sent = []
     for part in parts:
-        tensors = [_memory(part.inputs[0])] if part.whole else [tensor.reshape(-1) for tensor in part.inputs]
-        sent.append(_pieces(torch.cat(tensors), part.splits[0] if part.splits else []))
+        flat = [_memory(tensor) if part.whole else tensor.reshape(-1) for tensor in part.inputs]
+        sent.append(_shares(torch.cat(flat), part, 0))
     for place, part in enumerate(parts):
-        outputs: Sequence[Tensor] = part.outputs
-        if part.whole:
-            outputs = _pieces(_memory(part.outputs[0]), part.splits[1] if part.splits else [])
-        for source, output in enumerate(outputs):
-            _deliver(output, sent[source][place])
+        outputs = _shares(_memory(part.outputs[0]), part, 1) if part.whole else part.outputs
+        for shares, output in zip(sent, outputs, strict=True):
+            _deliver(output, shares[place])
 
 
-def _pieces(flat: Tensor, sizes: list[int]) -> list[Tensor]:
-    rest = flat.nbytes - sum(sizes)  # where no splits are given and the members do not divide the tensor
-    return list(flat.view(torch.uint8).split([*sizes, rest]))[: len(sizes)]
-
-
-def _totals(parts: list[SimulatedWork], tensors: list[Tensor]) -> list[Tensor]:
-    """What each part gets: all tensors reduced by its own op, as its own dtype."""
-    totals: dict[Any, Tensor] = {}
-    for part, tensor in zip(parts, tensors, strict=True):
-        key = part.reduce_op, tensor.dtype
-        if key not in totals:
-            totals[key] = _total(part, tensors)
-    return [totals[part.reduce_op, tensor.dtype] for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _total(part: SimulatedWork, values: list[Tensor]) -> Tensor:
-    dtype, fold = part.inputs[0].dtype, _FOLDS[part.reduce_op]
-    total = _read_as(dtype, values[0]).clone()
-    for value in values[1:]:
-        total = fold(total, _read_as(dtype, value))
-    if part.reduce_op is _OPS.AVG or part.reduce_op == _OPS.AVG:
-        total = total.div_(len(values), rounding_mode=None if dtype.is_floating_point else "trunc")
-    return total
+def _shares(flat: Tensor, part: SimulatedWork, direction: int) -> list[Tensor]:
+    """Each member's bytes; what is left over where nothing says how to split belongs to nobody."""
+    assert part.splits is not None
+    sizes = part.splits[direction]
+    shares: Sequence[Tensor] = flat.view(torch.uint8).split_with_sizes([*sizes, flat.nbytes - sum(sizes)])
+    return list(shares[: len(sizes)])
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """As many elements in a row as it has, from its first one on, whatever its strides."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    """As many elements in a row as it has, from its first one on, whatever its strides; autograd does not see it."""
+    data = tensor.data
+    return data.view(-1) if data.is_contiguous() else data.as_strided((data.numel(),), (1,))
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -1058,22 +1083,27 @@ def _dense(tensor: Tensor) -> Tensor:
 def _read_as(dtype: torch.dtype, flat: Tensor) -> Tensor:
     if flat.dtype is dtype:
         return flat
-    if flat.storage_offset() * flat.element_size() % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype)
+    aligned = flat.storage_offset() * flat.element_size() % dtype.itemsize == 0
+    return (flat if aligned else flat.clone()).view(dtype)
 
 
 def _deliver(output: Tensor, flat: Tensor) -> None:
-    """The bytes of `flat` into `output`, by index."""
+    """The bytes of `flat` to `output`, by its index."""
     output.copy_(_read_as(output.dtype, flat).view(output.shape))
+
+
+Move = Callable[[list[SimulatedWork]], None]
+
+
+# The world.
 
 
 class SimulatedWorld:
     """A world whose ranks are greenlets of the calling thread, on the CPU or on one CUDA device that they share.
 
-    world_size: ranks; a thousand are fine, and cost a thousand times one.
-    schedule: who runs next; starts over with every run, so that a program without other inputs repeats itself exactly.
-    device: where the context of a rank says that it works.
+    world_size: ranks. A thousand are fine, and cost a thousand times what one costs.
+    schedule: who runs next, round-robin by default. It starts over with every run, so a run can be repeated exactly.
+    device: where the contexts of the ranks say that they work.
     """
 
     name = "sim"
@@ -1082,9 +1112,9 @@ class SimulatedWorld:
         self, world_size: int = 4, schedule: Schedule | None = None, device: str | torch.device = "cpu"
     ) -> None:
         if world_size < 1:
-            raise TestbedError(f"world_size={world_size}: a world has one rank at least.")
+            raise WorldSizeError(f"world_size={world_size}: a world has one rank at least.")
         self.world_size = world_size
-        self.schedule: Schedule = schedule or RoundRobin()
+        self.schedule: Schedule = RoundRobin() if schedule is None else schedule
         self.device = torch.device(device)
         self.choices: tuple[int, ...] = ()  # of the last run: Replayed(choices) repeats it
         self._closed = False
@@ -1092,9 +1122,10 @@ class SimulatedWorld:
     def run(self, program: RankProgram, *, stall_after_s: float = 10.0) -> WorldRun:
         """Run `program` on every rank until all have ended or the rest are stuck for good.
 
-        stall_after_s: not needed here, as nothing waits for a clock.
-        Raises NestedWorldError inside a rank program of a simulated world, and UnwindError if a program did not let the
-        run end; the world can run the next one all the same.
+        stall_after_s: of no use here, where nothing depends on a clock.
+        Every rank starts in the state of a fresh process: torch's defaults, seeds START_SEED, the caller's environment.
+        Raises NestedWorldError inside a rank program, ScheduleError where the schedule cannot be followed, UnwindError
+        if a program did not let the run end. This world can run the next program after any of them.
         """
         self._require_free()
         run = _Run(self, program)
@@ -1103,21 +1134,15 @@ class SimulatedWorld:
                 self.schedule.begin()
                 run.launch()
                 run.drive()
-                run.conclude()
+                report = run.conclude()
             finally:
                 self.choices = tuple(run.choices)
                 run.unwind()
-        if run.alive:
-            raise UnwindError(
-                f"ranks {list(run.alive)} caught {REFUSALS} exceptions that were to end them and went on: let "
-                "BaseException pass in the rank program (this world can run the next one)."
-            )
-        if run.failure is not None:
-            raise run.failure
-        return run.report()
+        _require_end(run)
+        return report()
 
     def close(self) -> None:
-        """Run no more; idempotent. Nothing else is held between runs."""
+        """Run no more; idempotent. Between runs a world holds nothing else."""
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -1133,5 +1158,15 @@ class SimulatedWorld:
             raise ClosedWorldError("this world is closed: make another one.")
         if _running is not None:
             raise NestedWorldError(
-                "a simulated world is running in this process: call run outside rank programs, from one thread at a time."
+                "a simulated world is running in this process: call run outside rank programs, and from one thread."
             )
+
+
+def _require_end(run: _Run) -> None:
+    if run.failure is not None:
+        raise run.failure
+    if run.alive:
+        raise UnwindError(
+            f"ranks {list(run.alive)} caught {REFUSALS} exceptions that were to end them, and went on: let "
+            "BaseException pass in the rank program. This world can run the next one."
+        )

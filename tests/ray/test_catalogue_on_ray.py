@@ -1,4 +1,4 @@
-"""The catalogue on real processes over gloo: the same findings, of the same ranks and places, as in the simulated world."""
+"""The catalogue on real processes over gloo: the same findings, ranks and places as in the simulated world."""
 
 from __future__ import annotations
 

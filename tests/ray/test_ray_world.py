@@ -53,7 +53,9 @@ def test_collectives_give_every_rank_its_result(world):
         ("all_gather", 1, "completed"),
         ("broadcast", 2, "completed"),
     ]
-    assert run.ledgers[0].collectives[1].root == 2 and run.ledgers[0].collectives[0].site.startswith("ray/test_ray_world.py:")
+    assert run.ledgers[0].collectives[1].root == 2 and run.ledgers[0].collectives[0].site.startswith(
+        "ray/test_ray_world.py:"
+    )
     assert run.world == world.name == "ray+gloo" and states(run) == ["ended"] * 4
     assert run.stuck == () and run.proof_ms is None and run.recovery_ms is None
 
