@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib import metadata
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast, get_args
@@ -297,6 +298,7 @@ def _told(scenario: Scenario) -> dict[str, Any]:
     told = {name: getattr(scenario, name) for name in scenario.__dataclass_fields__}
     listed = {name: list(value) for name, value in told.items() if isinstance(value, tuple)}
     told_otherwise = {
+        "pad_fill": scenario.pad_fill if isfinite(scenario.pad_fill) else str(scenario.pad_fill),
         "kind": f"{scenario.kind}: {KINDS.get(scenario.kind, 'not named')}",
         "overwrites": [f"row {one.row}, token {one.token_id}: {one.value}" for one in scenario.overwrites],
         "faults": [describe(fault) for fault in scenario.faults],
@@ -307,7 +309,7 @@ def _told(scenario: Scenario) -> dict[str, Any]:
 
 def _print_json(values: Sequence[dict[str, Any]]) -> None:
     for value in values:
-        print(json.dumps(value), flush=True)
+        print(json.dumps(value, allow_nan=False), flush=True)
 
 
 def _version_of(package: str) -> str:

@@ -1,4 +1,4 @@
-"""One rank raises, skips or leaves, and its peers wait for it: the rank that caused it is named, not the waiting ones."""
+"""One rank raises, skips or leaves, and its peers wait for it: whoever caused it is named, and not the waiting ones."""
 
 from tpbed.harness.faults import Leave, Raise, Skip
 from tpbed.harness.scenario import Expected, Scenario
