@@ -167,5 +167,7 @@ def test_the_stack_of_a_rank_that_holds_the_gil_is_read():
 
 
 def test_frames_are_parsed_from_a_dump():
-    dump = 'Current thread 0x1 (most recent call first):\n  File "/a/b/c d.py", line 3 in f\n  File "<stdin>", line ??? in <module>\n'
-    assert parse_frames(dump) == ("b/c d.py:3 f", "<stdin>:??? <module>")
+    dump = (
+        'Current thread 0x1 (most recent call first):\n  File "/a/b/c d.py", line 3 in f\n  File "x", line ??? in y\n'
+    )
+    assert parse_frames(dump) == ("b/c d.py:3 f", "x:??? y")

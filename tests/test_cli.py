@@ -122,6 +122,12 @@ def test_show_tells_faults_and_expectations_in_words(tpbed):
     assert told["overwrites"] == told["source"] == told["widths"] == "none"
 
 
+def test_the_json_of_a_scenario_has_no_nan(tpbed, catalogue):
+    catalogue["nan"] = unlike(SMALL, name="nan", pad_fill=float("nan"))
+    told = json.loads(tpbed("show", "nan", "--json")[1], parse_constant=pytest.fail)
+    assert (told["pad_fill"], json.loads(tpbed("show", SMALL.name, "--json")[1])["pad_fill"]) == ("nan", 0.0)
+
+
 def test_show_as_json(tpbed):
     _, out, _ = tpbed("show", "hang/one-rank-raises", "--json")
     assert json.loads(out)["worlds"] == ["sim", "gloo", "nccl"]

@@ -50,7 +50,7 @@ class CompletionWatch:
 
     def before(self, call: Call) -> Call:
         """A hook: note on the stream what comes before a collective."""
-        self._may_start = torch.cuda.Event()
+        self._may_start = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._may_start.record()
         return call
 

@@ -54,10 +54,9 @@ class Crew:
         Raises InitError.
         """
         self.is_local = ray_cluster.is_local()
-        self.address = "127.0.0.1" if self.is_local else str(ray.util.get_node_ip_address())
+        self.address = "127.0.0.1" if self.is_local else ray_cluster.own_address()
         self._backend, self._key = backend, secrets.token_bytes(32)
         self._listener = socket.create_server((self.address, 0), backlog=world_size)
-        self._seats: list[_Seat] = []
         self._actors: list[Any] = []
         self._seats: list[_Seat] = []
         try:
@@ -82,6 +81,11 @@ class Crew:
         with suppress(OSError):
             self._seats[rank].line.send(message)
 
+    def tell_all(self, *message: Any) -> None:
+        """Send a message to every supervisor."""
+        for rank in range(len(self._seats)):
+            self.tell(rank, *message)
+
     def hear(self, ranks: Iterable[int], wait_s: float) -> list[tuple[int, Message]]:
         """What the supervisors of these ranks have said, waiting for the first; ("gone",) from one that has died."""
         lines: dict[Any, int] = {self._seats[rank].line: rank for rank in ranks if not self._seats[rank].gone}
@@ -91,7 +95,7 @@ class Crew:
     def ask(
         self, ranks: Iterable[int], *message: Any, other: Hearer | None = None, wait_s: float = _ANSWER_S
     ) -> dict[int, Message]:
-        """Put a question to supervisors. Returns their answers, none from those that are gone; `other` gets the rest."""
+        """Ask supervisors. Returns their answers, none from those that are gone; `other` hears what else they say."""
         answers: dict[int, Message] = {}
         missing, deadline = set(ranks) - self.gone, time.monotonic() + wait_s
         for rank in missing:
@@ -156,7 +160,7 @@ class Crew:
         remote = ray.remote(RankActor)
         needs = {"num_cpus": 0, "num_gpus": int(self._backend == "nccl"), "max_restarts": 0, "max_concurrency": 2}
         driver = self._listener.getsockname()[:2]
-        actors = [remote.options(**needs).remote(number, driver, self._key) for number in range(count)]
+        actors: list[Any] = [remote.options(**needs).remote(number, driver, self._key) for number in range(count)]
         self._actors += actors
         places = [actor.place.remote() for actor in actors]
         lines = self._accept(places)

@@ -26,6 +26,7 @@ _LONELY_S = 10.0  # a server that nobody has called yet ends itself
 _MESSAGE_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # one thread at fork
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # an abort makes c10d warn at length
 
 
 class ForkError(TestbedError):
@@ -128,7 +129,7 @@ class ForkServer:
         return line
 
     def _spawn(self, listener: socket.socket) -> subprocess.Popen[bytes]:
-        environment = _ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = _ENVIRONMENT | _QUIET | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "tpbed.tp.fork_server", str(listener.fileno())],
             pass_fds=(listener.fileno(),),
@@ -191,7 +192,7 @@ class _Server:
             return
         except OSError:
             data, fds = b"", []
-        message = json.loads(data) if data else {"hang up": True}
+        message: dict[str, Any] = json.loads(data) if data else {}
         if "fork" in message:
             self._fork(line, message["fork"], fds)
         elif "kill" in message:
@@ -219,7 +220,7 @@ class _Server:
             os.environ.update(environment)
             os.setpgid(0, 0)
             _run_rank(fds)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - it must not get into the server's loop
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)

@@ -84,12 +84,9 @@ class TorchModes:
     rank that gives way inside a C++ operator does not leave that operator's exclusions to the next one either.
     """
 
-    def __init__(self) -> None:
-        self._spare: list[Any] = []  # guards
-
     def save(self) -> Any:
         """Leaves grad mode on, inference mode off, no modes and no default device."""
-        guard = self._spare.pop() if self._spare else _GUARD(False)
+        guard = _GUARD(False)  # serves once
         guard.__enter__()
         functions, dispatches = _FUNCTION_MODES(), _DISPATCH_MODES()
         return guard, (_take_modes(functions, dispatches) if functions or dispatches else None)
@@ -100,7 +97,6 @@ class TorchModes:
         if modes is not None:
             _put_modes(*modes)
         guard.__exit__(None, None, None)
-        self._spare.append(guard)
 
     def start(self, start: Start) -> Any:
         """As in a process that has just imported torch."""
@@ -120,7 +116,7 @@ def _take_modes(functions: int, dispatches: int) -> Any:
     device = getattr(_device, "CURRENT_DEVICE", None), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     taken = (
         [torch._C._pop_torch_function_stack() for _ in range(functions)],
-        [torch._C._pop_torch_dispatch_stack() for _ in range(dispatches)],
+        [torch._C._pop_torch_dispatch_stack(None) for _ in range(dispatches)],
         device,
     )
     _device.CURRENT_DEVICE = torch._GLOBAL_DEVICE_CONTEXT.device_context = None

@@ -28,5 +28,11 @@ class Job:
     """What a rank is told to run."""
 
     run: int  # counts the runs of a world, from 1
-    store: tuple[str, int] | None  # host and port of the store to form a new group with; None keeps the last one
+    store: tuple[str, int]  # host and port
+    forms_group: bool  # a new one, from what is below `prefix` in the store; else the last run's group is used
     program: bytes  # a RankProgram, by cloudpickle
+
+    @property
+    def prefix(self) -> str:
+        """What a group that this run forms has in the store for itself."""
+        return f"tpbed/{self.run}/"

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections import ChainMap
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
@@ -33,11 +33,13 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Code keeps its file, so that tracebacks and call sites name it; CUDA tensors travel as CPU tensors."""
 
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_cuda:
-            return value.detach().cpu().__reduce_ex__(self.proto)
+            return value.detach().cpu().__reduce_ex__(self.proto)  # type: ignore[no-untyped-call]
         return super().reducer_override(value)
 
 

@@ -30,6 +30,7 @@ from tpbed.tp.pickling import pickle_result
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
 from tpbed.tp.recording import BACKEND, RecordingGroup
+from tpbed.tp.store import join_store
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
 _PR_SET_NAME = 15
@@ -46,6 +47,7 @@ class RankProcess:
         self._jobs, self._control, self._box = jobs, control, box
         self._armed = False  # a program is running, and may be aborted
         self._cut = False  # the group was torn down under it
+        self._joining = False  # the group was begun and not finished
         self._groups: list[RecordingGroup] = []  # the default group first
         self._spared: set[str] = set()  # the sockets that were open before the group was formed
         self._watch: CompletionWatch | None = None
@@ -58,8 +60,12 @@ class RankProcess:
         threading.Thread(target=self._obey, name="tpbed-control", daemon=True).start()
         self._jobs.send("ready")
         while True:
-            job: Job = self._jobs.recv()
-            self._jobs.send((job.run, *self._run(job)))
+            told: Job | str = self._jobs.recv()
+            if isinstance(told, Job):
+                self._jobs.send((told.run, *self._run(told)))
+                self._check_joined()
+            else:
+                self._leave()
 
     def _settle(self, station: Station) -> None:
         self._station = station
@@ -119,7 +125,7 @@ class RankProcess:
             return payload
         except RunAborted:
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the end of the program
             recorder.raised(error)
             return None
 
@@ -129,21 +135,29 @@ class RankProcess:
         if self._watch is not None:
             self._watch.forget()
         if self._cut:
+            self._check_joined()
             self._leave()
+
+    def _check_joined(self) -> None:
+        """End a process that began a group and did not finish it: torch.distributed counts those, its peers do not."""
+        if self._joining:
+            os._exit(1)
 
     def _is_intact(self) -> bool:
         return len(self._groups) == 1 and dist.is_initialized() and dist.group.WORLD is self._groups[0]
 
     def _join(self, job: Job) -> None:
         ranks = tuple(range(self._station.world_size))
-        if job.store is None:
+        if not job.forms_group:
             self._context.recorder.group(WORLD, ranks)
             return
         self._leave()
         self._spared = set(_sockets().values())
         self._start_state.set_environment(MASTER_ADDR=job.store[0], MASTER_PORT=str(job.store[1]))
-        store = dist.TCPStore(*job.store, is_master=False, wait_for_workers=False)
+        store = join_store(job.store, job.prefix)
+        self._joining = True
         dist.init_process_group(BACKEND, store=store, rank=self._station.rank, world_size=len(ranks))
+        self._joining = False
 
     def _create(self, options: Any, _backend_options: Any = None) -> RecordingGroup:
         members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -153,7 +167,7 @@ class RankProcess:
             label=options.group_id if self._groups else WORLD,
             ranks=members,
             asynchronous=self._watch is not None,
-            watch=self._watch and self._watch.watch,
+            watch=None if self._watch is None else self._watch.watch,
         )
         self._groups.append(group)
         return group

@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tpbed.tp.blackbox import BlackBox, StackFile, end_event, frame_text
 from tpbed.tp.fork_server import START_S, ForkError, ForkServer
@@ -59,7 +60,8 @@ class RankActor:
 
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
-        return Placement(node=context.get_node_id(), address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=gpus)
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return Placement(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
 
     def start(self, station: Station, server: str) -> None:
         """Start to serve the driver: fork the rank, from the node's fork server of that name."""
@@ -88,7 +90,7 @@ class Supervisor:
                 self._turn()
         except (EOFError, ConnectionError):
             pass
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the driver shall say why this actor is gone
             with contextlib.suppress(OSError):
                 self._channel.send(("failed", traceback.format_exc()))
         self._end()
@@ -96,7 +98,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         child = self._child
-        ready = wait([self._channel, child.jobs, self._server] if child else [self._channel])
+        lines: list[Any] = [self._channel, child.jobs, self._server] if child else [self._channel]
+        ready: list[Any] = wait(lines)
         if child and child.jobs in ready:
             self._hear_rank(child)
         elif self._server in ready:
@@ -117,7 +120,7 @@ class Supervisor:
 
     def _notice_death(self, wait_s: float = 0.0) -> None:
         child = self._child
-        status = child and self._server.exit_of(child.pid, wait_s)
+        status = None if child is None else self._server.exit_of(child.pid, wait_s)
         if child is None or status is None:
             return
         child.close()
@@ -150,7 +153,14 @@ class Supervisor:
             frames = frames_of_stopped(child.pid) if child.is_stopped() else self._stacks.ask(child.pidfd)
         self._channel.send(("frames", self._run, _of_program(frames)))
 
+    def _on_leave(self) -> None:
+        """Let an idle rank drop its groups, while nobody waits for it."""
+        if self._child is not None and not self._running:
+            with contextlib.suppress(OSError):  # it is dying: that will be noticed
+                self._child.jobs.send("leave")
+
     def _on_recover(self) -> None:
+        self._on_leave()
         replaced = not (self._child and (not self._running or self._abort(self._child)))
         self._running = False
         if replaced:
@@ -179,13 +189,16 @@ class Supervisor:
         """Get a running rank out of its program, alive. False if it does not come within ABORT_S."""
         if child.is_stopped():
             return False
-        deadline, missing = time.monotonic() + ABORT_S, {child.jobs, child.control}
+        deadline = time.monotonic() + ABORT_S
+        missing: dict[Any, Callable[[], Any]] = {
+            child.jobs: child.jobs.recv,
+            child.control: lambda: child.control.recv(1),
+        }
         try:
             child.control.send(b"a")
             while missing and (ready := wait(list(missing), max(0.0, deadline - time.monotonic()))):
                 for line in ready:
-                    line.recv() if line is child.jobs else child.control.recv(1)
-                    missing.remove(cast(Any, line))
+                    missing.pop(line)()
         except (EOFError, OSError):
             return False
         return not missing
@@ -278,13 +291,19 @@ def _state(stat: str) -> str:
 def _death(status: int) -> Any:
     at_ns = time.monotonic_ns()
     if status < 0:
-        message = f"killed by {signal.strsignal(-status)} (signal {-status})"
-        return end_event(how="killed", signal=-status, message=message, at_ns=at_ns)
+        return end_event(how="killed", signal=-status, message=f"killed by {_signal_name(-status)}", at_ns=at_ns)
     return end_event(how="exited", exit_code=status, message=f"exited with status {status}", at_ns=at_ns)
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
+
+
 def frames_of_stopped(pid: int) -> tuple[str, ...]:
-    """The Python frames of a suspended process, innermost first, by py-spy; empty where that is missing or may not look."""
+    """The Python frames of a suspended process, innermost first, by py-spy; empty where that is missing or fails."""
     command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
         answer = subprocess.run(command, capture_output=True, timeout=_DIE_S, check=True)

@@ -42,7 +42,7 @@ class SharedServer:
 
 
 def connect(address: str | None, world_size: int) -> None:
-    """Use the Ray instance that is initialised; else that at `address` or RAY_ADDRESS; else start one, ended at exit."""
+    """Use the Ray that is initialised; else connect to `address` or RAY_ADDRESS; else start one, which ends at exit."""
     address = address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
         return
@@ -54,12 +54,19 @@ def connect(address: str | None, world_size: int) -> None:
 
 def is_local() -> bool:
     """True if all ranks will be on the driver's machine."""
-    return sum(node["Alive"] for node in ray.nodes()) == 1
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return len([node for node in nodes if node["Alive"]]) == 1
+
+
+def own_address() -> str:
+    """The address of the driver's node, for the others."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def count_gpus() -> int:
     """The GPUs that Ray has to give."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return int(resources.get("GPU", 0))
 
 
 def _start(world_size: int) -> None:

@@ -6,7 +6,6 @@ import atexit
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import cloudpickle
-import torch.distributed as dist
 
 from tpbed.tp import ray_cluster
 from tpbed.tp.blackbox import end_event, format_event
@@ -25,12 +23,12 @@ from tpbed.tp.ledger import WORLD, CollectiveRecord, End, Ledger
 from tpbed.tp.pickling import ProgramError, pickle_program
 from tpbed.tp.reading import Reading
 from tpbed.tp.run_watch import IDLE_S, RunWatch
+from tpbed.tp.store import StoreServer
 from tpbed.tp.world import RankProgram, WorldRun
 
 __all__ = ["ClosedError", "InitError", "ProgramError", "RayWorld"]
 
 _FAR_IDLE_S = 2.0  # instead of IDLE_S where data travels between nodes
-_worlds: weakref.WeakSet[RayWorld] = weakref.WeakSet()
 
 
 class ClosedError(TestbedError):
@@ -59,10 +57,11 @@ class RayWorld:
         self.world_size, self._backend = world_size, backend
         self._progress = progress or (lambda _text: None)
         self._crew: Crew | None = None
+        self._is_open = True
         self._run_number, self._keeps_group = 0, False
-        self._store: dist.TCPStore | None = None
+        self._store: StoreServer | None = None
+        self._prefix = ""  # of the group's generation in the store
         ray_cluster.SharedServer.hold()
-        _worlds.add(self)
         try:
             self._open(ray_address)
         except BaseException:
@@ -94,8 +93,9 @@ class RayWorld:
 
     def close(self) -> None:
         """End ranks and actors; idempotent; takes seconds at most, whatever they are doing."""
-        if self in _worlds:
-            _worlds.discard(self)
+        if self._is_open:
+            self._is_open = False
+            atexit.unregister(self.close)
             with _interrupts_held():
                 if self._crew is not None:
                     self._crew.close()
@@ -113,13 +113,16 @@ class RayWorld:
     def _open(self, ray_address: str | None) -> None:
         self._progress("starting Ray")
         ray_cluster.connect(ray_address, self.world_size)
-        if self._backend == "nccl" and ray_cluster.count_gpus() < self.world_size:
+        atexit.register(self.close)  # after Ray has registered its own end, so before it
+        gpus = ray_cluster.count_gpus()
+        if self._backend == "nccl" and gpus < self.world_size:
             raise InitError(
-                f"world_size={self.world_size} ranks over NCCL need a GPU each, and Ray has {ray_cluster.count_gpus()}: "
+                f"world_size={self.world_size} ranks over NCCL need a GPU each, and Ray has {gpus}: "
                 'use a smaller world, or backend="gloo".'
             )
         self._progress(f"forking {self.world_size} ranks")
         self._crew = Crew(self.world_size, self._backend)
+        self._store = StoreServer(self._crew.address)
 
     def _open_crew(self) -> Crew:
         if self._crew is None:
@@ -134,16 +137,26 @@ class RayWorld:
         run.follow(interrupted)
         seen = run.freeze(self.name)
         self._keeps_group = run.intact and _is_clean(seen.ledgers)
-        return self._recover(crew, seen, run.over_at) if seen.stuck or _has_dead(seen) else seen
+        if seen.stuck or _has_dead(seen):
+            return self._recover(crew, seen, run.over_at)
+        if not self._keeps_group:
+            crew.tell_all("leave")
+        return seen
 
     def _next_job(self, crew: Crew, pickled: bytes) -> Job:
+        assert self._store is not None
         self._run_number += 1
-        form = not (self._keeps_group and self._store)
-        self._keeps_group = False
-        if form:
-            self._store = dist.TCPStore(crew.address, 0, is_master=True, wait_for_workers=False)
-        store = (crew.address, self._store.port) if form and self._store else None
-        return Job(run=self._run_number, store=store, program=pickled)
+        forms_group, self._keeps_group = not self._keeps_group, False
+        if forms_group:
+            self._store.forget(self._prefix)
+        job = Job(
+            run=self._run_number,
+            store=self._store.place,
+            forms_group=forms_group,
+            program=pickled,
+        )
+        self._prefix = job.prefix if forms_group else self._prefix
+        return job
 
     def _mend(self, crew: Crew) -> None:
         """Replace what died between runs."""
@@ -249,7 +262,7 @@ def _unpack(payload: bytes | None, ledger: Ledger) -> tuple[Any, Ledger]:
     """A rank's result; a ledger that ends with the error, if it cannot be unpickled here."""
     try:
         return (None if payload is None else cloudpickle.loads(payload)), ledger
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - unpickling runs code of the program's
         message = f"the driver cannot unpickle the result of rank {ledger.rank}: {error}"
         at_ns = ledger.end.at_ns if ledger.end else 0
         return None, replace(
@@ -292,9 +305,3 @@ def _interrupts_held() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, handler)
     if came:
         signal.raise_signal(signal.SIGINT)
-
-
-@atexit.register
-def _close_all() -> None:
-    for world in list(_worlds):
-        world.close()

@@ -62,7 +62,7 @@ class _Seen:
         return moved
 
     def _compare(self, threads: Threads | None, at: float) -> None:
-        before, self.threads = self.threads, threads and (at, threads)
+        before, self.threads = self.threads, None if threads is None else (at, threads)
         self.idle_looks += 1
         if before is None or threads is None or not _is_idle(before[1], threads, at - before[0]):
             self.idle_looks = 0
@@ -116,14 +116,14 @@ class RunWatch:
 
     def judge(self, now: float) -> bool:
         """True if the run is over; then `stuck` and `proof_ms` tell of the ranks that did not end."""
-        began = time.monotonic()
+        began_s = time.thread_time()
         stuck = self._find(now)
         if stuck:
             self.stuck = stuck
             self.proof_ms = (now - max(seen.last_event_at for seen in self._seen)) * 1e3
         elif self._doubt[0] is None:
             self.look_s = min(1.4 * self.look_s, _LOOK_S[1])
-        self.look_s = max(self.look_s, 4 * (time.monotonic() - began))
+        self.look_s = max(self.look_s, 4 * (time.thread_time() - began_s))
         return bool(stuck) or not self.open_ranks
 
     def liveness(self, frames: dict[int, tuple[str, ...]]) -> tuple[Liveness, ...]:

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from tpbed.tp.errors import TestbedError
@@ -101,7 +102,7 @@ class _Rank:
 
     def __init__(self, index: int, context: RankContext, events: list[Event]) -> None:
         self.index, self.context, self.events = index, context, events
-        self.groups = RankGroups()
+        self.groups: Any = RankGroups()
         self.formed: dict[tuple[str, tuple[int, ...]], int] = {}  # how many groups, by name and members
         self.greenlet: Any = None
         self.isolation: Any = None
@@ -126,6 +127,7 @@ class _Run:
         self.now_ns = self.progress = 0
         self.choices: list[int] = []
         self.current: _Rank | None = None
+        self.starts: _Rank | None = None
         self.failure: BaseException | None = None
         self.unwinding = self.over = False
         self.channels: dict[Any, _Channel] = {}
@@ -166,9 +168,9 @@ class _Run:
             rank.greenlet = greenlet(self._live)
 
     def drive(self) -> None:
-        """Give turns until nobody can take one."""
-        while (rank := self._next()) is not None:
-            self.current = rank
+        """Give turns until nobody can take one. Ranks pass the turn on among themselves, but all start from here."""
+        while (rank := self.starts or self._next()) is not None:
+            self.current, self.starts = rank, None
             rank.isolation.enter()
             rank.greenlet.switch(rank)
             if self.failure is not None:
@@ -212,23 +214,32 @@ class _Run:
         self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet)
         _abandoned.extend(self.ranks[index].greenlet for index in self.alive)
         for rank in self.ranks:
-            rank.greenlet = rank.isolation = rank.waits_for = None
+            rank.greenlet = rank.isolation = rank.groups = rank.waits_for = None
         self.channels.clear()
         self.ranks = []
 
     # In the greenlet of a rank.
 
     def _live(self, rank: _Rank) -> None:
+        try:
+            self._live_to_the_end(rank)
+        except _Unwind:
+            pass
+        except KeyboardInterrupt as interrupt:
+            self.failure = interrupt
+        finally:
+            if not self.unwinding:
+                rank.isolation.leave()
+
+    def _live_to_the_end(self, rank: _Rank) -> None:
         recorder = rank.context.recorder
         try:
             if self.device.type == "cuda" and self.device.index is not None:
                 torch.cuda.set_device(self.device)
             result = self.program(rank.index)
             self._end(rank, recorder.returned, result)
-        except _Unwind:
-            pass
-        except KeyboardInterrupt as interrupt:
-            self.failure = interrupt
+        except (_Unwind, KeyboardInterrupt):
+            raise
         except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
             self._end(rank, partial(recorder.raised, error))
 
@@ -237,22 +248,26 @@ class _Run:
             record()
             rank.state, rank.result = "ended", result
             self.progress += 1
-            rank.isolation.leave()
 
-    def here(self, owner: _Rank | None = None) -> _Rank:
-        """The rank whose turn it is; it must be the caller, and `owner` if that is given."""
+    def here(self, owner: _Rank | None = None, *, waits: bool = True) -> _Rank:
+        """The rank whose turn it is; it must be the caller, and `owner` if that is given; and able to wait."""
         rank = self.current
         if rank is None or self.over:
             raise ForeignGroupError(_foreign(owner, "outside its run"))
         if rank.greenlet is not getcurrent():
             raise UnsupportedCollectiveError(
                 f"rank {rank.index} called from another thread or greenlet than its program runs in: a simulated rank "
-                "has one; use a real world for this program."
+                "has but one; use a real world for this program."
             )
         if self.unwinding:
             self._refuse(rank)
         if owner is not None and owner is not rank:
             raise ForeignGroupError(_foreign(owner, f"by rank {rank.index}"))
+        if waits and len(self.members) > 1 and (inside := _cannot_wait()):
+            raise UnsupportedCollectiveError(
+                f"rank {rank.index} would wait inside {inside}, where a simulated rank cannot: call from outside, or "
+                "use a real world."
+            )
         return rank
 
     def _refuse(self, rank: _Rank) -> NoReturn:
@@ -263,9 +278,9 @@ class _Run:
 
     def wait_for(self, work: SimulatedWork, timeout_s: float) -> None:
         """Until the collective is complete; even if it is, another rank may have the turn first."""
-        rank = self.here(work.rank)
+        rank = self.here(work.rank, waits=not work.done and not work.vetted)
         if work.done:
-            if self.ready:
+            if self.ready and (work.vetted or not _cannot_wait()):
                 insort(self.ready, rank.index)
                 self._give_way(rank)
             return
@@ -293,14 +308,19 @@ class _Run:
             self.poll(rank)
 
     def poll(self, owner: _Rank) -> None:
-        """A rank asks for something instead of waiting for it: all others first, and time passes, if that helps."""
+        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
         rank = self.here(owner)
-        rank.polls = rank.polls + 1 if rank.polled_at == self.progress else 1
-        rank.polled_at = self.progress
+        self._wake_due()
+        if rank.polled_at != self.progress:
+            rank.polled_at, rank.polls = self.progress, 0
+        if all(self.ranks[index].polled_at == self.progress for index in self.ready):  # nobody else can do anything
+            rank.polls += 1
+            if rank.polls > 1 and self.sleepers:
+                self._wake_first()
         if rank.polls > IDLE_POLLS:
             self._freeze(rank, "stalled", "asks for ever for what can never be")
-        chosen = self._chosen()
-        if chosen is not None or self.failure is not None:
+        if self.ready:
+            chosen = self._chosen()
             insort(self.ready, rank.index)
             self._hand_over(rank, chosen)
 
@@ -328,7 +348,8 @@ class _Run:
     def _hand_over(self, rank: _Rank, chosen: _Rank | None) -> None:
         if chosen is not rank:
             rank.isolation.leave()
-            if chosen is None:
+            if chosen is None or not chosen.greenlet:  # a greenlet starts as deep in the stack as its starter is
+                self.starts = chosen
                 self.hub.switch()
             else:
                 self.current = chosen
@@ -345,9 +366,9 @@ class _Run:
             return None
 
     def _next(self) -> _Rank | None:
-        self.now_ns += TURN_NS
-        if self.sleepers:
-            self._wake_sleepers()
+        self._wake_due()
+        while self.sleepers and not self.ready:
+            self._wake_first()
         if not self.ready:
             return None
         return self.ranks[self.ready.pop() if len(self.ready) == 1 else self._choose()]
@@ -364,13 +385,50 @@ class _Run:
         order = self.progress = self.progress + 1
         heapq.heappush(self.sleepers, (self.now_ns + round(seconds * 1e9), order, rank.index, rank.waits))
 
-    def _wake_sleepers(self) -> None:
-        """Those whose time has come; if nobody else can run, the first one, whose time comes now."""
-        while self.sleepers and (not self.ready or self.sleepers[0][0] <= self.now_ns):
-            when, _, index, waits = heapq.heappop(self.sleepers)
-            if self.ranks[index].waits == waits:
-                self.now_ns = max(self.now_ns, when)
-                self.wake(self.ranks[index])
+    def _wake_due(self) -> None:
+        """A turn takes time; those who slept until now can run."""
+        self.now_ns += TURN_NS
+        while self.sleepers and self.sleepers[0][0] <= self.now_ns:
+            self._wake_first()
+
+    def _wake_first(self) -> None:
+        """The first of the sleepers, whose time comes now."""
+        when, _, index, waits = heapq.heappop(self.sleepers)
+        if self.ranks[index].waits == waits:  # else something else has woken it
+            self.now_ns = max(self.now_ns, when)
+            self.wake(self.ranks[index])
+
+
+def _cannot_wait() -> str:
+    """What the caller is in that cannot be left in the middle, for another rank may enter it meanwhile; "" if nothing.
+
+    torch's Python binding and its autograd engine keep a stack per thread; ranks that leave them in another order than
+    they entered would abort the process, or run each other's backward passes.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return "backward()"
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        functions = _INTO_CPP.get(frame.f_code.co_filename)
+        if functions is not None and frame.f_code.co_qualname in functions:
+            return functions[frame.f_code.co_qualname]
+        frame = frame.f_back
+    return ""
+
+
+_OPERATOR, _CALLBACK = "an operator of torch.ops", "a callback of a future"
+_INTO_CPP = {  # torch's ways from Python through its binding back into Python, by file and function
+    torch._ops.__file__: {
+        "OpOverload.__call__": _OPERATOR,
+        "OpOverload.redispatch": _OPERATOR,
+        "OpOverloadPacket.__call__": _OPERATOR,
+    },
+    torch.futures.__file__: {
+        "Future.then": _CALLBACK,
+        "Future.add_done_callback": _CALLBACK,
+        "Future.set_result": _CALLBACK,
+    },
+}
 
 
 def _foreign(owner: _Rank | None, how: str) -> str:
@@ -495,7 +553,7 @@ def _new_group(
     run: _Run, size: int, place: int | None, ranks: list[int], backend: str, store: Any, name: str, **options: Any
 ) -> tuple[Any, Any]:
     """In the place of the function of torch.distributed that makes every group, with its arguments and answer."""
-    rank, tag = run.here(), options.get("pg_tag")
+    rank, tag = run.here(waits=False), options.get("pg_tag")
     if name in rank.groups.pg_names.values():
         raise ValueError("The specified group name has already been created, please use a different group name")
     existing = c10d._find_pg_by_ranks_and_tag(tag, ranks) if tag else None
@@ -511,13 +569,18 @@ def _new_group(
     return group, run.store
 
 
-def _replacements(run: _Run) -> dict[str, Any]:
-    """For names in torch.distributed: groups are simulated, whatever backend they ask for; no rank clears others."""
-    return {
-        "_new_process_group_helper": partial(_new_group, run),
-        "rendezvous": lambda *args, **options: iter([(run.store, run.here().index, len(run.members))]),
-        "_unregister_all_process_groups": lambda: None,
-    }
+def _replacements(run: _Run) -> list[tuple[Any, str, Any]]:
+    """Groups are simulated, whatever backend they ask for; no rank clears others; a log does not mask an error."""
+    return [
+        (c10d, "_new_process_group_helper", partial(_new_group, run)),
+        (c10d, "rendezvous", partial(_meet, run)),
+        (c10d, "_unregister_all_process_groups", lambda: None),
+        (c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}),
+    ]
+
+
+def _meet(run: _Run, *args: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    yield run.store, run.here(waits=False).index, len(run.members)
 
 
 @contextmanager
@@ -526,15 +589,15 @@ def _in_place(run: _Run) -> Iterator[None]:
     global _running
     caller, hook = Isolation(), sys.excepthook
     caller.leave()
-    replaced = {name: (getattr(c10d, name), new) for name, new in _replacements(run).items()}
+    replaced = [(module, name, getattr(module, name), new) for module, name, new in _replacements(run)]
     try:
         _running = run
-        for name, (_, new) in replaced.items():
-            setattr(c10d, name, new)
+        for module, name, _, new in replaced:
+            setattr(module, name, new)
         yield
     finally:
-        for name, (old, _) in replaced.items():
-            setattr(c10d, name, old)
+        for module, name, old, _ in replaced:
+            setattr(module, name, old)
         run.dissolve()
         _running, sys.excepthook = None, hook
         caller.enter()
@@ -552,6 +615,7 @@ class SimulatedWork(dist.Work):
     whole = False  # its one tensor stands for a list of equal parts
     splits: tuple[list[int], list[int]] | None = None  # bytes to each member, and from each
     timeout_s = 0.0
+    vetted = False  # it is waited on where it is called, and that may wait
     stream: Any = None  # CUDA: on which the rank works
     moved: Any = None  # CUDA: the event after which its outputs are there
     done = False
@@ -715,36 +779,34 @@ class SimulatedGroup:
         (given,) = outputs
         self._require_length(given, "all_gather: invalid output tensor list at index 0 (expected length {}, got {})")
         _require_alike("all_gather", given, inputs[0])
-        return self._join(SimulatedWork("all_gather", _payload(inputs[0]), _all_gather, inputs, given))
+        return self._join(SimulatedWork("all_gather", _payload(inputs[0]), _all_gather, inputs, given), opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         """dist.all_gather_single; all_gather_into_tensor before torch 2.13."""
         fits = input.dim() > 0 and output.shape == (self._size * input.shape[0], *input.shape[1:])
         if not fits or output.dtype is not input.dtype:
-            return self.allgather([list(output.chunk(self._size))], [input])  # which says what is wrong
+            return self.allgather([list(output.chunk(self._size))], [input], opts)  # which says what is wrong
         work = SimulatedWork("all_gather", _payload(input), _all_gather, [input], [output])
         work.whole = True
-        return self._join(work)
+        return self._join(work, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.all_reduce."""
-        fold = _fold(opts or c10d.AllreduceOptions(), tensors[0])
+        opts = opts or c10d.AllreduceOptions()
         work = SimulatedWork("all_reduce", _payload(tensors[0], in_memory=True), _all_reduce, tensors)
-        return self._join(work, fold)
+        return self._join(work, opts, _fold(opts, tensors[0]))
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.reduce."""
         opts = opts or c10d.ReduceOptions()
-        fold = _fold(opts, tensors[0])
         work = SimulatedWork("reduce", _payload(tensors[0], in_memory=True), _reduce, tensors, root=opts.rootRank)
-        return self._join(work, fold)
+        return self._join(work, opts, _fold(opts, tensors[0]))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.broadcast."""
         root = (opts or c10d.BroadcastOptions()).rootRank
-        return self._join(
-            SimulatedWork("broadcast", _payload(tensors[0], in_memory=True), _broadcast, tensors, root=root)
-        )
+        size = _payload(tensors[0], in_memory=True)
+        return self._join(SimulatedWork("broadcast", size, _broadcast, tensors, root=root), opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
         """dist.reduce_scatter."""
@@ -752,9 +814,10 @@ class SimulatedGroup:
         self._require_length(given, "invalid input tensor list size, must be world size")
         _require_alike("reduce_scatter", outputs, given[self._place])
         _payload(outputs[0], in_memory=True)
-        fold = _fold(opts or c10d.ReduceScatterOptions(), outputs[0])
+        opts = opts or c10d.ReduceScatterOptions()
         shares = [_payload(tensor) for tensor in given]
-        return self._join(SimulatedWork("reduce_scatter", shares, _reduce_scatter, given, outputs), fold)
+        work = SimulatedWork("reduce_scatter", shares, _reduce_scatter, given, outputs)
+        return self._join(work, opts, _fold(opts, outputs[0]))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         """dist.reduce_scatter_single; reduce_scatter_tensor before torch 2.13."""
@@ -764,11 +827,11 @@ class SimulatedGroup:
                 f"input {tuple(input.shape)})"
             )
         _require_alike("reduce_scatter", [input], input, of=output)
-        fold = _fold(opts or c10d.ReduceScatterOptions(), output)
+        opts = opts or c10d.ReduceScatterOptions()
         shares = [_payload(output)] * self._size
         work = SimulatedWork("reduce_scatter", shares, _reduce_scatter, [input], [output])
         work.whole = True
-        return self._join(work, fold)
+        return self._join(work, opts, _fold(opts, output))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.all_to_all."""
@@ -778,7 +841,7 @@ class SimulatedGroup:
         _require_alike("all_to_all", inputs, inputs[0])
         work = SimulatedWork("all_to_all", None, _all_to_all, inputs, outputs)
         work.splits = [_payload(tensor) for tensor in inputs], [tensor.nbytes for tensor in outputs]
-        return self._join(work)
+        return self._join(work, opts)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
@@ -793,7 +856,7 @@ class SimulatedGroup:
         work = SimulatedWork("all_to_all", None, _all_to_all, [input], [output])
         work.whole = True
         work.splits = self._split(input, in_splits, even), self._split(output, out_splits, even)
-        return self._join(work)
+        return self._join(work, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.gather."""
@@ -802,7 +865,7 @@ class SimulatedGroup:
         if root == self._place:
             self._require_length(given, _WRONG_LENGTH.format("gather", "output", "Output"))
             _require_alike("gather", given, inputs[0])
-        return self._join(SimulatedWork("gather", _payload(inputs[0]), _all_gather, inputs, given, root))
+        return self._join(SimulatedWork("gather", _payload(inputs[0]), _all_gather, inputs, given, root), opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
         """dist.scatter."""
@@ -812,25 +875,21 @@ class SimulatedGroup:
             self._require_length(given, _WRONG_LENGTH.format("scatter", "input", "Input"))
             _require_alike("scatter", given, outputs[0])
         size = max(_payload(tensor, in_memory=True) for tensor in (*outputs, *given))
-        return self._join(SimulatedWork("scatter", size, _scatter, given, outputs, root))
+        return self._join(SimulatedWork("scatter", size, _scatter, given, outputs, root), opts)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         """dist.barrier. Its time-out counts, unlike the group's."""
         work = SimulatedWork("barrier", 0, None)
         if opts is not None:
             work.timeout_s = max(opts.timeout.total_seconds(), 0.0)
-        return self._join(work)
+        return self._join(work, opts)
 
-    def _join(self, work: SimulatedWork, fold: _Fold | None = None) -> SimulatedWork:
+    def _join(self, work: SimulatedWork, opts: Any, fold: _Fold | None = None) -> SimulatedWork:
         run = self._run
-        work.run, work.rank = run, run.here(self._rank)
+        work.vetted = not getattr(opts, "asyncOp", True)
+        work.run, work.rank = run, run.here(self._rank, waits=self._size > 1)
         if fold is not None:
             work.fold = fold
-        if torch._C._current_graph_task_id() != -1 and self._size > 1:
-            raise UnsupportedCollectiveError(
-                f"{work.terms[0]} inside backward() is not simulated: torch runs all backward passes of a thread as "
-                "one; use a real world for this program."
-            )
         op, root, _ = work.terms
         if root >= self._size:
             raise RuntimeError(f"{op}: invalid root rank: {root}")

@@ -1,8 +1,8 @@
-"""The store at which the ranks of a world meet: TCPStore, without its name look-ups.
+"""StoreServer: where the ranks of a world meet to form a group: TCPStore, without its name look-ups.
 
-c10d asks the resolver for the name of both ends of every connection, for its log. 127.0.0.1 is in /etc/hosts, the
-::ffff:127.0.0.1 that c10d makes of it is not, and each DNS packet that gets lost costs 5 s (seen). So the server listens
-on a plain IPv4 socket, and ranks, which connect anew for every group, do so in a thread that asks no name server.
+c10d asks the resolver for the name of both ends of every connection, for its log. 127.0.0.1 is in /etc/hosts; the
+::ffff:127.0.0.1 that c10d makes of it is not, and each DNS packet that gets lost costs 5 s (seen). So the server
+listens on an IPv4 socket, and ranks, which connect anew for every group, do so in a thread that asks no name server.
 """
 
 from __future__ import annotations
@@ -11,41 +11,44 @@ import ctypes
 import socket
 import threading
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
 
-def serve_store(address: str) -> dist.TCPStore:
-    """A store that listens at a free port of `address`, bound once and kept; its `port` tells which."""
-    listener = socket.create_server((address, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+class StoreServer:
+    """A store that listens at a free port of `address`, bound once and kept until nobody refers to it."""
+
+    def __init__(self, address: str) -> None:
+        listener = socket.create_server((address, 0), backlog=1024)
+        self.place: tuple[str, int] = (address, listener.getsockname()[1])
+        options: Any = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        self._store: Any = dist.TCPStore(*self.place, **options)  # type: ignore[attr-defined]
+
+    def forget(self, prefix: str) -> None:
+        """Delete what ranks wrote below `prefix`; some kilobytes stay where this torch cannot list keys."""
+        for key in getattr(self._store, "list_keys", list)():
+            if key.startswith(prefix):
+                self._store.delete_key(key)
 
 
-def join_store(address: str, port: int) -> dist.TCPStore:
-    """A new connection to that store."""
-    made: list[dist.TCPStore | BaseException] = []
-    thread = threading.Thread(target=lambda: made.append(_connect(address, port)), name="tpbed-store", daemon=True)
+def join_store(place: tuple[str, int], prefix: str) -> Any:
+    """A new connection to the store at that host and port, for what is below `prefix` in it."""
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(_connect(place)), name="tpbed-store", daemon=True)
     thread.start()
     thread.join()
-    if isinstance(made[0], BaseException):
+    if isinstance(made[0], Exception):
         raise made[0]
-    return made[0]
+    return dist.PrefixStore(prefix, made[0])  # type: ignore[attr-defined]
 
 
-def _connect(address: str, port: int) -> dist.TCPStore | BaseException:
+def _connect(place: tuple[str, int]) -> Any:
     _stop_asking_names()
     try:
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    except BaseException as error:
+        return dist.TCPStore(*place, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    except Exception as error:  # noqa: BLE001 - it is raised in the thread that waits
         return error
-
-
-def forget_generation(store: dist.TCPStore, prefix: str) -> None:
-    """Delete what ranks wrote below `prefix`, where this torch can list it (it is a few kilobytes)."""
-    for key in getattr(store, "list_keys", list)():
-        if key.startswith(prefix):
-            store.delete_key(key)
 
 
 def _stop_asking_names() -> None:
