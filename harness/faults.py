@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from tpbed.tp.ledger import WORLD
+
+FIRED = "fault"  # the mark that a planned fault leaves in the ledger; its value is the fault's index in the scenario
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +183,7 @@ Fault = CollectiveFault | StepFault | HeadFault
 
 
 def describe(fault: Fault) -> str:
-    """The fault as a person would write it: `kill rank=2 seq=3`; defaults are left out."""
-    defaults = {"kind": fault.kind, "group": WORLD, "times": 1}
-    fields = ((name, getattr(fault, name)) for name in fault.__dataclass_fields__)
-    return " ".join([fault.kind, *(f"{name}={value}" for name, value in fields if defaults.get(name) != value)])
+    """The fault as a person would write it: `kill rank=2 seq=3`; what is as by default is left out."""
+    told = [(field.name, getattr(fault, field.name)) for field in fields(fault) if field.name != "kind"]
+    defaults = {field.name: field.default for field in fields(fault)}
+    return " ".join([fault.kind, *(f"{name}={value!r}" for name, value in told if value != defaults[name])])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.harness.faults import (
+    FIRED,
     CollectiveFault,
     Corrupt,
     Delay,
@@ -46,7 +47,6 @@ TOPKS: dict[str, TopK | None] = {
     "default": None,
 }
 F = TypeVar("F")
-FIRED = "fault"  # the mark that a planned fault leaves in the ledger; its value is the fault's index in the scenario
 
 
 class InjectedError(RuntimeError):

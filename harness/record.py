@@ -35,9 +35,10 @@ class RunRecord:
     replaced: tuple[int, ...]
     elapsed_s: float
     torch_version: str
+    error: str = ""  # of the test bed itself, with its traceback: nothing is proved then
 
     @classmethod
-    def of(cls, plan: Plan, run: WorldRun, *, elapsed_s: float) -> RunRecord:
+    def of(cls, plan: Plan, run: WorldRun, *, elapsed_s: float, error: str = "") -> RunRecord:
         """Put a plan and what a world saw of it together."""
         return cls(
             plan=plan,
@@ -50,6 +51,7 @@ class RunRecord:
             replaced=run.replaced,
             elapsed_s=elapsed_s,
             torch_version=torch.__version__,
+            error=error,
         )
 
 

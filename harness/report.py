@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from xml.etree import ElementTree
 
-from tpbed.harness.faults import describe
+from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.scenario import Expected
 from tpbed.tp.ledger import CollectiveRecord, End, Ledger
@@ -258,8 +258,6 @@ def _footer_lines(label: str, entries: Iterable[str]) -> Iterator[str]:
 
 
 def _faults(record: RunRecord) -> list[dict[str, Any]]:
-    from tpbed.harness.inject import FIRED  # it needs torch
-
     marks = [mark.value for ledger in record.ledgers for mark in ledger.marks if mark.name == FIRED]
     faults = record.plan.scenario.faults
     return [{"fault": describe(fault), "fired": marks.count(index)} for index, fault in enumerate(faults)]

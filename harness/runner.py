@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -19,12 +19,12 @@ from tpbed.harness.record import RunRecord, save_record
 from tpbed.harness.report import WORLD_OPTIONS, render
 from tpbed.harness.scenario import Scenario, WorldName
 from tpbed.harness.verdict import Status, Verdict, judge
+from tpbed.harness.worlds import Progress, open_world
 from tpbed.tp.ledger import Ledger
 from tpbed.tp.world import Liveness, World, WorldRun
 
 WorldChoice = Literal["auto", "sim", "gloo", "nccl"]
 Opener = Callable[[int], World]  # world_size in, a world that is ready for runs out
-Progress = Callable[[str], None]
 WORLD_NAMES = {option: name for name, option in WORLD_OPTIONS.items()}  # what a world calls itself
 
 
@@ -108,18 +108,6 @@ def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
     return Choice(world="nccl" if fits else "gloo", why=why)
 
 
-def open_world(choice: WorldName, world_size: int, *, seed: int, ray_address: str | None, progress: Progress) -> World:
-    """Open the world of that name; the modules behind it are loaded now and not before."""
-    if choice == "sim":
-        from tpbed.tp.schedule import Seeded
-        from tpbed.tp.simulated import SimulatedWorld
-
-        return SimulatedWorld(world_size=world_size, schedule=Seeded(seed))
-    from tpbed.tp.ray_world import RayWorld
-
-    return RayWorld(world_size=world_size, backend=choice, ray_address=ray_address, progress=progress)
-
-
 def run_scenario(
     world: World, scenario: Scenario, *, seed: int, on_failure: Callable[[], None] = lambda: None
 ) -> Verdict:
@@ -148,11 +136,12 @@ def judge_safely(record: RunRecord) -> Verdict:
 
 def _undecided(record: RunRecord, what: str, error: Exception) -> Verdict:
     told = "".join(traceback.format_exception(error)).strip()
-    return Verdict(record=record, status="UNDECIDED", findings=(), doubts=(f"{what}: {told}",))
+    record = replace(record, error=f"{what}: {told}")
+    return Verdict(record=record, status="UNDECIDED", findings=(), doubts=(record.error,))
 
 
 def _bare_record(plan: Plan, world: str, elapsed_s: float) -> RunRecord:
-    """The record of a run of which nothing is known; judged again, it is UNDECIDED again."""
+    """The record of a run of which nothing is known."""
     size = plan.scenario.world_size
     ledgers = tuple(Ledger(rank=rank, world_size=size, groups={}) for rank in range(size))
     liveness = (Liveness(state="running", detail="not known"),) * size
@@ -173,7 +162,7 @@ def run_scenarios(
     on_run: Callable[[Run], None] = lambda run: None,
     opener: Opener | None = None,
 ) -> Session:
-    """Run scenarios one after the other, by world size and then as given; one world is open at a time.
+    """Run scenarios one after the other, by world size and then as given, trained heads last; one world open at a time.
 
     world: as choose_world settled it; what it cannot express, or has not the GPUs for, is not run.
     fail_fast: stop after the first run that is no PASS.
@@ -210,7 +199,12 @@ def _split(scenarios: Iterable[Scenario], world: WorldName, gpus: int | None) ->
             not_run.append(NotRun(scenario=scenario, why=why))
         else:
             able.append(scenario)
-    return sorted(able, key=lambda scenario: scenario.world_size), not_run
+    return sorted(able, key=_order), not_run
+
+
+def _order(scenario: Scenario) -> tuple[bool, int]:
+    """Trained heads last, since reading a checkpoint takes seconds; by world size, as one world is open at a time."""
+    return scenario.logits == "smollm2", scenario.world_size
 
 
 def _obstacle(scenario: Scenario, world: WorldName, gpus: int | None) -> str:

@@ -9,9 +9,8 @@ from typing import Literal
 
 from tpbed.harness.checks import CHECKS, Answers, Check, answers_by_step
 from tpbed.harness.diagnose import diagnose
-from tpbed.harness.faults import describe
+from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Cause, Finding, name_ranks
-from tpbed.harness.inject import FIRED
 from tpbed.harness.record import RunRecord
 from tpbed.harness.scenario import Expected, Kind
 
@@ -36,6 +35,8 @@ def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS) -> Verdict:
     UNDECIDED where a planned fault did not fire, a check crashed or evidence is missing: never a pass in silence.
     Answers from the first broken step on are not checked: they are consequences of a finding that stands already.
     """
+    if record.error:
+        return Verdict(record=record, status="UNDECIDED", findings=(), doubts=(record.error,))
     diagnosed = diagnose(record.ledgers, record.liveness)
     steps = _sound_steps(record, diagnosed)
     checked, crashes = _run_checks(record, steps, checks)

@@ -15,17 +15,24 @@ class UnknownWorldError(TestbedError):
 
 
 def open_world(
-    kind: str, world_size: int, *, ray_address: str | None = None, progress: Progress | None = None
+    kind: str,
+    world_size: int,
+    *,
+    seed: int | None = None,
+    ray_address: str | None = None,
+    progress: Progress | None = None,
 ) -> World:
     """A world of `world_size` ranks: "sim" (this process), "gloo" (Ray actors, CPU) or "nccl" (Ray actors, a GPU each).
 
+    seed: of the order in which simulated ranks take turns; None lets them go round.
     ray_address: a cluster to join, for the worlds on Ray. progress: told what a slow start is at.
     Raises UnknownWorldError for another name; what the world itself raises where it cannot be formed here.
     """
     if kind == "sim":
+        from tpbed.tp.schedule import RoundRobin, Seeded
         from tpbed.tp.simulated import SimulatedWorld
 
-        return SimulatedWorld(world_size=world_size)
+        return SimulatedWorld(world_size=world_size, schedule=RoundRobin() if seed is None else Seeded(seed))
     if kind in ("gloo", "nccl"):
         from tpbed.tp.ray_world import RayWorld  # loads Ray: seconds
 
