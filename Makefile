@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(FITS)' 2>/dev/null 
 NARROW = $(strip $(patsubst %,'%',$(SCENARIO)) $(if $(TP),--tp $(TP)) \
   $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)))
 
-.PHONY: help venv test-tp test lint fmt types check wheel bench clean
+.PHONY: help venv test-tp test lint fmt types check wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,9 +54,6 @@ check: $(READY)  ## lint, types and test
 
 wheel: $(READY)  ## build dist/*.whl and try it away from this checkout
 	ci/wheel.sh
-
-bench: $(READY)  ## measure the figures, as ratios within one run; ARGS=... goes to `tpbed bench`
-	$(BIN)/tpbed bench $(ARGS)
 
 clean:  ## remove all that make made, .venv too; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
