@@ -119,7 +119,7 @@ def _failure(item: pytest.Function, mark: pytest.Mark) -> RanksFailed | None:
     try:
         _ranks(item.config)(
             _body(item),
-            world_size=item.funcargs.get("world_size", _size_of(mark)),
+            world_size=_world_size(item, mark),
             world=_world_of(mark, item.config),
             stall_after_s=mark.kwargs.get("stall_after_s", 10.0),
         )
@@ -167,6 +167,11 @@ def _size_of(mark: pytest.Mark) -> Any:
     if not sizes or not all(isinstance(one, int) and one >= 1 for one in sizes):
         raise pytest.UsageError(f"@pytest.mark.tp was given world_size={size!r}: give a number of ranks, or a list.")
     return size
+
+
+def _world_size(item: pytest.Function, mark: pytest.Mark) -> int:
+    given: Any = item.funcargs.get("world_size", _size_of(mark))
+    return int(given)
 
 
 def _world_of(mark: pytest.Mark, config: pytest.Config) -> str:

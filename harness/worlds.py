@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.world import World
 
 Progress = Callable[[str], None]
+BACKENDS: dict[str, Literal["gloo", "nccl"]] = {"gloo": "gloo", "nccl": "nccl"}
 
 
 class UnknownWorldError(TestbedError):
@@ -33,8 +35,8 @@ def open_world(
         from tpbed.tp.simulated import SimulatedWorld
 
         return SimulatedWorld(world_size=world_size, schedule=RoundRobin() if seed is None else Seeded(seed))
-    if kind in ("gloo", "nccl"):
+    if kind in BACKENDS:
         from tpbed.tp.ray_world import RayWorld  # loads Ray: seconds
 
-        return RayWorld(world_size=world_size, backend=kind, ray_address=ray_address, progress=progress)
+        return RayWorld(world_size=world_size, backend=BACKENDS[kind], ray_address=ray_address, progress=progress)
     raise UnknownWorldError(f"world={kind!r} is none of sim, gloo, nccl: use one of these.")

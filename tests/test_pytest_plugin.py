@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import tpbed.harness.ranks  # noqa: F401 - sessions inside this one drop what they import first; torch dies of it
+import tpbed.harness.ranks
 import tpbed.tp.simulated  # noqa: F401
 
 MANY = """

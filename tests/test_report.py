@@ -80,9 +80,7 @@ def test_the_same_finding_expected_twice_is_missed_once():
 def test_an_undecided_run_tells_its_doubts_and_which_fault_did_not_fire():
     report = render(judge(one_raises(fired=False)))
     assert report.startswith("UNDECIDED  ")
-    assert lines_of(report, "doubt") == [
-        "doubt the planned fault `raise rank=3 seq=7` never fired"
-    ]
+    assert lines_of(report, "doubt") == ["doubt the planned fault `raise rank=3 seq=7` never fired"]
     assert lines_of(report, "faults") == ["faults    raise rank=3 seq=7 - did not fire"]
 
 

@@ -85,6 +85,7 @@ class SwallowedWork(dist.Work):
 class RecordingGroup(dist.ProcessGroup):
     """Wraps `inner` (a gloo or NCCL backend, or a simulated group) for one rank.
 
+    Takes the calls that torch.distributed makes, which are one form each of the overloads of its base class.
     label: the group's name in the ledger, the same on all its members.
     ranks: global ranks of the members, in group order.
     asynchronous: `wait` does not block the host (NCCL); `watch` is then given each handle to find its completion.
@@ -100,7 +101,7 @@ class RecordingGroup(dist.ProcessGroup):
         asynchronous: bool = False,
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(ranks.index(context.rank), len(ranks))
+        super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
         self.inner, self._context, self.label = inner, context, label
         self._asynchronous, self._watch = asynchronous, watch
         context.recorder.group(label, ranks)
@@ -121,19 +122,19 @@ class RecordingGroup(dist.ProcessGroup):
         """dist.all_gather_single, from torch 2.13."""
         return self._issue("_allgather_base", "all_gather", output, input, input, opts)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """dist.all_reduce."""
         return self._issue("allreduce", "all_reduce", None, tensors, tensors[0], opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """dist.broadcast."""
         return self._issue("broadcast", "broadcast", None, tensors, tensors[0], opts)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """dist.reduce."""
         return self._issue("reduce", "reduce", None, tensors, tensors[0], opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """dist.reduce_scatter."""
         return self._issue("reduce_scatter", "reduce_scatter", outputs, inputs, inputs[0][0], opts)
 
@@ -157,11 +158,11 @@ class RecordingGroup(dist.ProcessGroup):
         """dist.all_to_all_single, from torch 2.13."""
         return self.alltoall_base(output, input, *rest)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """dist.gather."""
         return self._issue("gather", "gather", outputs, inputs, inputs[0], opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """dist.scatter."""
         return self._issue("scatter", "scatter", outputs, inputs, outputs[0], opts)
 
@@ -171,7 +172,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     def _issue(self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, *extra: Any) -> dist.Work:
         seq = self._context.recorder.seqs[self.label] + 1
-        call: Call | None = Call(
+        call = Call(
             method=method,
             op=op,
             group=self.label,
@@ -182,9 +183,10 @@ class RecordingGroup(dist.ProcessGroup):
             extra=extra,
         )
         for hook in self._context.hooks:
-            call = hook(call)
-            if call is None:
+            changed = hook(call)
+            if changed is None:
                 return SwallowedWork()
+            call = changed
         return self._record(call)
 
     def _record(self, call: Call) -> dist.Work:
