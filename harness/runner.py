@@ -18,6 +18,7 @@ from tpbed.harness.program import rank_program
 from tpbed.harness.record import RunRecord, save_record
 from tpbed.harness.report import WORLD_OPTIONS, render
 from tpbed.harness.scenario import Scenario, WorldName
+from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.harness.verdict import Status, Verdict, judge
 from tpbed.harness.worlds import Progress, open_world
 from tpbed.tp.ledger import Ledger
@@ -210,6 +211,8 @@ def _order(scenario: Scenario) -> tuple[bool, int]:
 def _obstacle(scenario: Scenario, world: WorldName, gpus: int | None) -> str:
     if world not in scenario.worlds:
         return f"{world} cannot express it: run it with --world {' or '.join(scenario.worlds)}"
+    if scenario.logits == "smollm2" and (why := missing_checkpoint()):
+        return why
     if world == "nccl" and gpus is not None and scenario.world_size > gpus:
         others = " or ".join(name for name in scenario.worlds if name != "nccl")
         advice = f"run it with --world {others}, or" if others else "run it"

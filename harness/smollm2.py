@@ -38,6 +38,16 @@ def checkpoint_path() -> Path:
     return found
 
 
+def missing_checkpoint() -> str:
+    """Why the checkpoint cannot be read here, and what to install; "" if it can."""
+    try:
+        _gguf()
+        checkpoint_path()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def read_metadata(name: str) -> Any:
     """Read one metadata field of the checkpoint, such as `llama.block_count`.
 

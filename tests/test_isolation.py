@@ -234,6 +234,16 @@ def test_ranks_start_with_torchs_defaults_whatever_the_caller_set():
     assert results == ((True, False, False, torch.float32, torch.device("cpu")),) * 2
 
 
+def test_a_default_device_can_be_unset_after_a_wait():
+    def program(rank):
+        torch.set_default_device("meta" if rank == 0 else "cpu")
+        dist.barrier()
+        torch.set_default_device(None)
+        return torch.get_default_device().type
+
+    assert SimulatedWorld(2).run(program).results == ("cpu", "cpu")
+
+
 def test_a_launchers_variables_are_set_for_each_rank():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     results = SimulatedWorld(3).run(lambda rank: [os.environ[name] for name in names]).results

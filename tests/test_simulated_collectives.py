@@ -286,6 +286,16 @@ def test_futures_wait_and_call_back_in_their_own_rank():
     assert SimulatedWorld(3).run(program).results == tuple((3.0, [rank], 6.0, True) for rank in range(3))
 
 
+def test_callbacks_need_no_wait():
+    def program(rank):
+        seen = []
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda _: seen.append(dist.get_rank()))
+        dist.barrier()
+        return seen
+
+    assert SimulatedWorld(3).run(program).results == ([0], [1], [2])
+
+
 # As gloo.
 
 
@@ -532,15 +542,14 @@ def test_splits_that_do_not_fit_never_complete():
 
 def test_autograd_does_not_see_collectives():
     def program(rank):
-        leaf = torch.ones(2, requires_grad=True)
-        squared = leaf * leaf
-        dist.all_reduce(squared.detach())
-        got = [torch.zeros(2) for _ in range(2)]
-        dist.all_gather(got, squared)
-        squared.sum().backward()
-        return got[0].requires_grad, leaf.grad.tolist(), squared.tolist()
+        leaf = torch.zeros(2, requires_grad=True)
+        saved = leaf.exp()  # autograd keeps it, and gloo writes to it all the same
+        dist.all_reduce(saved)
+        got = all_gathered_like(saved.detach())
+        saved.sum().backward()
+        return saved.tolist(), leaf.grad.tolist(), got[0].requires_grad
 
-    assert SimulatedWorld(2).run(program).results == ((False, [2.0, 2.0], [2.0, 2.0]),) * 2
+    assert SimulatedWorld(2).run(program).results == (([2.0, 2.0], [2.0, 2.0], False),) * 2
 
 
 @pytest.mark.parametrize("inference", [(True, False), (False, True), (True, True)])

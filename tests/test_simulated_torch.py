@@ -121,6 +121,17 @@ def test_a_program_may_destroy_its_groups_and_make_them_again():
         assert world.run(program).results == ((1, 1, 1, "gloo"),) * 2
 
 
+def test_a_group_made_again_has_nothing_of_the_one_before():
+    def program(rank):
+        if rank == 1:
+            dist.barrier(async_op=True)  # which nobody joins
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        return sum_over()
+
+    assert SimulatedWorld(2).run(program).results == (1, 1)
+
+
 def test_one_rank_that_destroys_its_groups_leaves_those_of_the_others():
     def program(rank):
         if rank == 0:
