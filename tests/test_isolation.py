@@ -1,9 +1,11 @@
 """What a simulated rank sets is its own: peers do not see it, it finds it again, and the caller gets its own back."""
 
 import contextlib
+import contextvars
 import ctypes
 import os
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -91,6 +93,16 @@ LEAKS = {
     "random seed": ("PythonRandom", lambda: random.seed(5), random.getstate),
     "random draw": ("PythonRandom", random.random, random.getstate),
     "random gauss": ("PythonRandom", lambda: random.gauss(0, 1), random.getstate),
+    "warning filters": (
+        "WarningFilters",
+        lambda: warnings.simplefilter("ignore", BytesWarning),
+        lambda: [entry for entry in warnings.filters if entry[2] is BytesWarning and entry[0] == "ignore"],
+    ),
+    "caught warnings": (
+        "WarningFilters",
+        entered(lambda: warnings.catch_warnings(action="ignore", category=BytesWarning)),
+        lambda: [entry for entry in warnings.filters if entry[2] is BytesWarning and entry[0] == "ignore"],
+    ),
     "variable": ("Environment", lambda: os.environ.update({NAME: "1"}), lambda: os.environ.get(NAME)),
     "variable in bytes": (
         "Environment",
@@ -108,6 +120,7 @@ LEAKS = {
 def clean_up():
     """The tests without a register leave in this process what the register would have kept out of it."""
     variables, generator, gauss = dict(os.environ), np.random.get_bit_generator(), np.random.get_state()
+    filters = list(warnings.filters)
     guard = torch._C._InferenceMode(False)
     guard.__enter__()
     yield
@@ -124,6 +137,7 @@ def clean_up():
     torch.set_default_dtype(torch.float32)
     np.random.set_bit_generator(generator)
     np.random.set_state(gauss)
+    warnings.filters[:] = filters
     os.environ.clear()
     os.environ.update(variables)
 
@@ -177,6 +191,21 @@ def test_every_register_has_a_leak_that_it_stops():
     assert {type(register).__name__ for register in isolation.REGISTERS} - {"Cuda"} == {
         leak[0] for leak in LEAKS.values()
     }
+
+
+def test_context_variables_need_no_register():
+    setting = contextvars.ContextVar("setting", default="unset")
+
+    def program(rank):
+        before = setting.get()
+        setting.set(rank)
+        with np.errstate(divide=["ignore", "raise"][rank]):
+            dist.barrier()
+            return before, setting.get(), np.geterr()["divide"]
+
+    setting.set("the caller's")
+    assert SimulatedWorld(2).run(program).results == (("unset", 0, "ignore"), ("unset", 1, "raise"))
+    assert setting.get() == "the caller's"
 
 
 def draws():

@@ -521,6 +521,28 @@ def test_waiting_where_torch_would_mix_up_ranks_is_refused_by_name(program, insi
     assert SimulatedWorld(1).run(program).ledgers[0].end.how == "returned"  # alone, it need not wait
 
 
+@torch.library.custom_op("tpbed_test::wait", mutates_args=())
+def wait_in_an_operator(value: torch.Tensor) -> torch.Tensor:
+    called_outside.pop().wait()
+    return value.clone()
+
+
+called_outside = []
+
+
+def test_a_handle_is_not_waited_on_in_an_operator_either():
+    def program(rank):
+        called_outside.append(dist.barrier(async_op=True))
+        if rank == 0:
+            with pytest.raises(UnsupportedCollectiveError, match="operator"):
+                torch.ops.tpbed_test.wait(torch.ones(1))
+        else:
+            torch.ops.tpbed_test.wait(torch.ones(1))  # it is complete
+        return total(rank)
+
+    assert SimulatedWorld(2).run(program).results == (3, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,90 +18,120 @@ import torch.distributed as dist
 from tpbed.tp.rank import Call
 from tpbed.tp.recorder import Recorder
 
-_PAUSE_S = (0.0002, 0.005)  # between two looks: the first after something happened, and the longest
+_PAUSE_S = (0.0002, 0.005)  # between two looks: after something happened, and the longest
 _BLOCKED_S = 0.5  # a host that has stood at one place for so long, with a collective open, is waiting for it
-_SLEEPS = frozenset(("35", "230", "23", "270", "101", "115"))  # nanosleep and select calls, x86-64 and arm64
+_SLEEPS = frozenset(("35", "230", "23", "270", "101", "115"))  # nanosleep and select calls, of x86-64 and of arm64
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pending:
-    work: dist.Work
-    recorder: Recorder
+class _Open:
+    """A collective that is about to be issued, or was and has not completed."""
+
     group: str
     seq: int
     may_start: Any  # a CUDA event: what was on the stream before the collective is done
+    work: dist.Work | None = None  # of an asynchronous call
+    has_ended: Callable[[], bool] | None = None  # once it is issued
     started: bool = False
 
 
 class CompletionWatch:
-    """Follows the collectives of one rank on its GPU; a thread of the rank polls what is open.
+    """Follows the collectives of one rank on its GPU, in one run; a thread of the rank polls what is open.
 
     The host does not say that it waits: it blocks in some synchronisation that nobody sees. So a main thread that has
-    stood at one place of the program for half a second, not asleep, is taken to wait for the oldest open collective.
+    stood at one place of its program for half a second, not asleep, is taken to wait for the oldest open collective.
     """
 
-    def __init__(self, recorder_of: Callable[[], Recorder]) -> None:
-        """recorder_of: the recorder of the current run."""
-        self._recorder_of = recorder_of
-        self._pending: list[_Pending] = []
-        self._wake = threading.Event()
-        self._may_start: Any = None
-        self._stood = ((0, 0), 0.0)  # a place of the main thread, and since when it has been there
-        self._waited: _Pending | None = None
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: list[_Open] = []
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._place, self._since = (0, 0), 0.0  # of the main thread in its program, and since when it is there
         threading.Thread(target=self._run, name="tpbed-completion", daemon=True).start()
 
     def before(self, call: Call) -> Call:
-        """A hook: note on the stream what comes before a collective."""
-        self._may_start = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._may_start.record()
+        """A hook: a collective is about to be issued, if no other hook swallows it."""
+        with self._changed:
+            self._open = [collective for collective in self._open if collective.has_ended is not None]
+            self._open.append(_Open(group=call.group, seq=call.seq, may_start=_event()))
+            self._changed.notify()
         return call
 
-    def watch(self, work: dist.Work, group: str, seq: int) -> None:
-        """A collective was issued."""
-        pending = _Pending(work=work, recorder=self._recorder_of(), group=group, seq=seq, may_start=self._may_start)
-        self._pending.append(pending)
-        self._wake.set()
+    def watch(self, work: dist.Work | None, group: str, seq: int) -> None:
+        """It was issued; there is no handle if the stream itself waits for it."""
+        with self._changed:
+            issued = self._open[-1]
+            issued.work, issued.has_ended = work, _event().query if work is None else work.is_completed
+            self._changed.notify()
 
-    def forget(self) -> None:
-        """The run is over: look no further."""
-        self._pending.clear()
+    def finish(self) -> None:
+        """Wait until all collectives are done and written down."""
+        torch.cuda.synchronize()
+        while any(collective.has_ended is not None for collective in self._open):
+            self._look()
+
+    def close(self) -> None:
+        """Look no further."""
+        with self._changed:
+            self._is_over = True
+            self._open.clear()
+            self._changed.notify()
 
     def _run(self) -> None:
-        pause = _PAUSE_S[0]
-        while True:
-            if not self._pending:
-                self._wake.wait()
-            self._wake.clear()
-            changed = [self._look(pending) for pending in list(self._pending)]
-            pause = _PAUSE_S[0] if any(changed) else min(2 * pause, _PAUSE_S[1])
+        pause_s = _PAUSE_S[0]
+        while not self._is_over:
+            pause_s = _PAUSE_S[0] if self._look() else min(2 * pause_s, _PAUSE_S[1])
             self._infer_wait()
-            time.sleep(pause)
+            with self._changed:
+                self._changed.wait(pause_s if self._open else None)
 
-    def _look(self, pending: _Pending) -> bool:
-        place = pending.group, pending.seq
-        done = bool(pending.work.is_completed())
-        starts = not pending.started and (done or pending.may_start is None or pending.may_start.query())
+    def _look(self) -> bool:
+        """True if a collective has started or ended since the last look."""
+        with self._changed:
+            return sum(self._look_at(collective) for collective in list(self._open)) > 0
+
+    def _look_at(self, collective: _Open) -> bool:
+        if collective.has_ended is None:
+            return False
+        place, ends = (collective.group, collective.seq), collective.has_ended()
+        starts = not collective.started and (ends or collective.may_start.query())
         if starts:
-            pending.started = True
-            pending.recorder.state(*place, "started")
-        if done and pending in self._pending:
-            self._pending.remove(pending)
-            pending.recorder.state(*place, "completed" if pending.work.is_success() else "failed")
-        return starts or done
+            collective.started = True
+            self._recorder.state(*place, "started")
+        if ends:
+            self._open.remove(collective)
+            error = _error_of(collective.work)
+            self._recorder.state(*place, "failed" if error else "completed", error)
+        return starts or ends
 
     def _infer_wait(self) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        here = (id(frame), frame.f_lasti) if frame is not None and self._pending and not _main_sleeps() else (0, 0)
-        if here != self._stood[0] or here == (0, 0):
-            self._stood = here, time.monotonic()
-        elif time.monotonic() - self._stood[1] > _BLOCKED_S and self._waited is not self._pending[0]:
-            self._waited = self._pending[0]
-            self._waited.recorder.wait(self._waited.group, self._waited.seq)
+        place = (id(frame), frame.f_lasti) if frame is not None and not _main_sleeps() else (0, 0)
+        if place != self._place or place == (0, 0):
+            self._place, self._since = place, time.monotonic()
+        elif time.monotonic() - self._since > _BLOCKED_S:
+            self._since = float("inf")  # once at a place
+            for oldest in self._open[:1]:
+                if self._recorder.seqs[oldest.group] >= oldest.seq:  # no hook holds it up or has swallowed it
+                    self._recorder.wait(oldest.group, oldest.seq)
+
+
+def _event() -> Any:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _error_of(work: dist.Work | None) -> str:
+    with suppress(Exception):
+        error = None if work is None else work.exception()
+        return "" if error is None else str(error)
+    return ""
 
 
 def _main_sleeps() -> bool:
     try:
-        with open(f"/proc/self/task/{os.getpid()}/syscall", encoding="ascii") as file:
-            return file.read().split()[0] in _SLEEPS
+        return Path(f"/proc/self/task/{os.getpid()}/syscall").read_text().split()[0] in _SLEEPS
     except OSError:
         return False

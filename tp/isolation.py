@@ -13,7 +13,8 @@ import ctypes
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -59,6 +60,7 @@ class Start:
     context: RankContext
     groups: RankGroups
     variables: Mapping[bytes, bytes]  # the whole environment
+    filters: Sequence[Any]  # of warnings
 
 
 class Register(Protocol):
@@ -305,6 +307,27 @@ def _python_twister(generator: random.Random) -> _Twister | None:
     return twister if twister.words.raw == _python_words(generator.getstate()) else None
 
 
+class WarningFilters:
+    """The filters of the `warnings` module, which catch_warnings replaces and the others change in place."""
+
+    def save(self) -> Any:
+        """The list itself."""
+        return warnings.filters
+
+    def load(self, saved: Any) -> None:
+        """What warnings has found out with other filters is void."""
+        if warnings.filters is not saved:
+            warnings.filters = saved
+            _FILTERS_CHANGED()
+
+    def start(self, start: Start) -> Any:
+        """A copy of the caller's."""
+        return list(start.filters)
+
+
+_FILTERS_CHANGED: Callable[[], None] = vars(warnings).get("_filters_mutated", lambda: None)
+
+
 class Cuda:
     """The current CUDA device, its stream and its generator, once CUDA is in use."""
 
@@ -414,6 +437,7 @@ REGISTERS: tuple[Register, ...] = (
     TorchRandom(),
     NumpyRandom(),
     PythonRandom(),
+    WarningFilters(),
     *((Cuda(),) if torch.version.cuda or torch.version.hip else ()),
     Environment(),
     Groups(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 WORLD = "world"  # the ledger's name of the default group
@@ -110,7 +110,7 @@ def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncate
         rank=rank,
         world_size=world_size,
         groups=book.groups,
-        collectives=tuple(book.collectives.values()),
+        collectives=tuple(CollectiveRecord(**fields) for fields in book.collectives.values()),
         decisions=tuple(book.decisions),
         marks=tuple(book.marks),
         steps=tuple(book.steps),
@@ -123,7 +123,7 @@ def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncate
 class _Book:
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, ...]] = {}
-        self.collectives: dict[tuple[str, int], CollectiveRecord] = {}
+        self.collectives: dict[tuple[str, int], dict[str, Any]] = {}  # the fields of each record
         self.decisions: list[Decision] = []
         self.marks: list[Mark] = []
         self.steps: list[str] = []
@@ -153,30 +153,29 @@ class _Book:
         state: State,
         at_ns: int,
     ) -> None:
-        self.collectives[group, seq] = CollectiveRecord(
-            group=group,
-            seq=seq,
-            op=op,
-            dtype=dtype,
-            shape=tuple(shape),
-            stride=tuple(stride),
-            payload_bytes=payload_bytes,
-            reduce_op=reduce_op,
-            root=root,
-            site=site,
-            step=self.step,
-            waited=waited,
-            state=state,
-            started_ns=at_ns,
-        )
+        self.collectives[group, seq] = {
+            "group": group,
+            "seq": seq,
+            "op": op,
+            "dtype": dtype,
+            "shape": tuple(shape),
+            "stride": tuple(stride),
+            "payload_bytes": payload_bytes,
+            "reduce_op": reduce_op,
+            "root": root,
+            "site": site,
+            "step": self.step,
+            "waited": waited,
+            "state": state,
+            "started_ns": at_ns,
+        }
 
     def change(self, group: str, seq: int, state: State, error: str, at_ns: int) -> None:
         ended = at_ns if state in ("completed", "failed") else None
-        record = self.collectives[group, seq]
-        self.collectives[group, seq] = replace(record, state=state, error=error, ended_ns=ended)
+        self.collectives[group, seq].update(state=state, error=error, ended_ns=ended)
 
     def wait(self, group: str, seq: int) -> None:
-        self.collectives[group, seq] = replace(self.collectives[group, seq], waited=True)
+        self.collectives[group, seq]["waited"] = True
 
     def decision(self, name: str, value: str, because: str, site: str) -> None:
         self.decisions.append(

@@ -84,7 +84,6 @@ class RankProcess:
         if station.backend == "nccl":
             device = torch.device("cuda", station.local_rank)
             torch.cuda.set_device(device)
-            self._watch = CompletionWatch(lambda: self._context.recorder)
         return RankContext(
             rank=station.rank,
             world_size=station.world_size,
@@ -111,6 +110,7 @@ class RankProcess:
         self._start_state.restore()
         self._cut = False
         self._context.recorder = recorder
+        self._watch = CompletionWatch(recorder) if self._station.backend == "nccl" else None
         self._context.hooks[:] = [self._watch.before] if self._watch is not None else []
         rank_module.enter(self._context)
 
@@ -121,6 +121,8 @@ class RankProcess:
             program = cloudpickle.loads(job.program)  # it may import much: that is no stall
             self._join(job)
             payload = pickle_result(program(self._station.rank))
+            if self._watch is not None:
+                self._watch.finish()
             recorder.returned()
             return payload
         except RunAborted:
@@ -133,7 +135,7 @@ class RankProcess:
         rank_module.enter(None)
         self._context.hooks.clear()
         if self._watch is not None:
-            self._watch.forget()
+            self._watch.close()
         if self._cut:
             self._check_joined()
             self._leave()
@@ -167,10 +169,14 @@ class RankProcess:
             label=options.group_id if self._groups else WORLD,
             ranks=members,
             asynchronous=self._watch is not None,
-            watch=None if self._watch is None else self._watch.watch,
+            watch=None if self._watch is None else self._watch_work,
         )
         self._groups.append(group)
         return group
+
+    def _watch_work(self, work: dist.Work | None, group: str, seq: int) -> None:
+        if self._watch is not None:  # that of the run, which may be a later one than the group's first
+            self._watch.watch(work, group, seq)
 
     def _transport(self, options: Any) -> Any:
         place = options.store, options.group_rank, options.group_size
@@ -178,7 +184,9 @@ class RankProcess:
             return dist.ProcessGroupGloo(*place, timeout=options.timeout)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = options.timeout
-        return dist.ProcessGroupNCCL(*place, nccl)
+        group = dist.ProcessGroupNCCL(*place, nccl)
+        group.eager_connect_single_device(self._context.device)  # else the first collective blocks, and does not say so
+        return group
 
     def _leave(self) -> None:
         """Drop the groups without talking to anybody."""
@@ -199,9 +207,9 @@ class RankProcess:
     def _abort(self) -> None:
         if self._armed:
             self._cut = True
-            _shut_down(self._spared)
             if self._watch is not None:
                 _abort_all(self._groups)
+            _shut_down(self._spared)
             signal.pthread_kill(threading.main_thread().ident or 0, ABORT_SIGNAL)
 
     def _on_abort(self, _signal: int, _frame: FrameType | None) -> None:
@@ -281,6 +289,7 @@ def _set_environment(station: Station) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if station.backend == "nccl":
         os.environ["CUDA_VISIBLE_DEVICES"] = station.visible_gpus
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect with the group: else the first collective blocks
 
 
 def die(how: Death, reason: str) -> None:

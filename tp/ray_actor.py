@@ -26,7 +26,7 @@ from tpbed.tp.fork_server import START_S, ForkError, ForkServer
 from tpbed.tp.job import Job, Station
 from tpbed.tp.reading import Reading, Threads
 
-ABORT_S = 0.5  # for a rank to leave the program that is aborted; then its process is replaced
+ABORT_S = {"gloo": 0.5, "nccl": 3.0}  # for a rank to leave the program that is aborted; else its process is replaced
 _SEND_S = 5  # for a rank to take a job
 _DIE_S = 5.0  # for a killed process to be gone
 
@@ -186,10 +186,10 @@ class Supervisor:
         )
 
     def _abort(self, child: Child) -> bool:
-        """Get a running rank out of its program, alive. False if it does not come within ABORT_S."""
+        """Get a running rank out of its program, alive. False if it does not come in time."""
         if child.is_stopped():
             return False
-        deadline = time.monotonic() + ABORT_S
+        deadline = time.monotonic() + ABORT_S[self._station.backend]
         missing: dict[Any, Callable[[], Any]] = {
             child.jobs: child.jobs.recv,
             child.control: lambda: child.control.recv(1),

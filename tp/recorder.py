@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -128,4 +129,9 @@ def error_site(error: BaseException) -> str:
 
 
 def _site(filename: str, line: int, function: str) -> str:
-    return f"{'/'.join(Path(filename).parts[-2:])}:{line} {function}"
+    return f"{_with_folder(filename)}:{line} {function}"
+
+
+@cache
+def _with_folder(filename: str) -> str:
+    return "/".join(Path(filename).parts[-2:])

@@ -222,6 +222,7 @@ def _arguments(call: Call) -> list[Any]:
 
 def _reduce_op(opts: Any) -> str:
     reduce_op = getattr(opts, "reduceOp", None)
-    if reduce_op is None:
-        return ""
-    return str(next(name for name, kind in dist.ReduceOp.RedOpType.__members__.items() if reduce_op == kind))
+    return "" if reduce_op is None else _NAMES_OF_REDUCE_OPS[hash(reduce_op)]
+
+
+_NAMES_OF_REDUCE_OPS = {hash(getattr(dist.ReduceOp, name)): name for name in dist.ReduceOp.RedOpType.__members__}

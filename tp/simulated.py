@@ -19,8 +19,10 @@ How collectives behave. They follow gloo (torch 2.13, measured), which real runs
 - A group's time-out never expires, since a hang is proved instead; one that is given to `wait` or `barrier` expires on
   the world's own clock.
 
-What cannot be seen from here: a rank that computes for ever without a call to torch.distributed or to its context keeps
-the whole world waiting, and so does one that waits for something outside it.
+What this world cannot do. A rank that computes for ever without a call to torch.distributed or to its context keeps the
+whole world waiting, and so does one that waits for something outside it. A rank cannot wait inside an operator of
+torch.ops, backward(), a future's callback or a graph capture, and is told so; inside a callback from C++ that this
+module does not know of, it would abort the process.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from __future__ import annotations
 import heapq
 import sys
 import time
+import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,13 +161,13 @@ class _Run:
     def launch(self) -> None:
         """Make each rank ready to start, with its default group; the caller's own state must be put away."""
         places = {rank: rank for rank in self.members}
-        variables = _variables(len(self.members))
+        variables, filters = _variables(len(self.members)), warnings.filters
         for rank in self.ranks:
             variables[b"RANK"] = variables[b"LOCAL_RANK"] = str(rank.index).encode()
             group = _form(self, rank, "0", self.members, WORLD)
             _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
             rank.groups.default_pg, rank.groups.group_count = group, 1
-            rank.isolation = Isolation(Start(rank.context, rank.groups, variables))
+            rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters))
             rank.greenlet = greenlet(self._live)
 
     def drive(self) -> None:
@@ -407,6 +410,8 @@ def _cannot_wait() -> str:
     """
     if torch._C._current_graph_task_id() != -1:
         return "backward()"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return "the capture of a CUDA graph"
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         functions = _INTO_CPP.get(frame.f_code.co_filename)
@@ -416,19 +421,22 @@ def _cannot_wait() -> str:
     return ""
 
 
-_OPERATOR, _CALLBACK = "an operator of torch.ops", "a callback of a future"
-_INTO_CPP = {  # torch's ways from Python through its binding back into Python, by file and function
-    torch._ops.__file__: {
-        "OpOverload.__call__": _OPERATOR,
-        "OpOverload.redispatch": _OPERATOR,
-        "OpOverloadPacket.__call__": _OPERATOR,
-    },
-    torch.futures.__file__: {
-        "Future.then": _CALLBACK,
-        "Future.add_done_callback": _CALLBACK,
-        "Future.set_result": _CALLBACK,
-    },
+_WAYS_INTO_CPP: dict[str, tuple[Any, ...]] = {  # through torch's binding and back into Python
+    "an operator of torch.ops": (
+        torch._ops.OpOverload.__call__,
+        torch._ops.OpOverload.redispatch,
+        torch._ops.OpOverloadPacket.__call__,
+    ),
+    "a callback of a future": (
+        torch.futures.Future.then,
+        torch.futures.Future.add_done_callback,
+        torch.futures.Future.set_result,
+    ),
 }
+_INTO_CPP: dict[str, dict[str, str]] = {}  # what, by file and function
+for _what, _ways in _WAYS_INTO_CPP.items():
+    for _way in _ways:
+        _INTO_CPP.setdefault(_way.__code__.co_filename, {})[_way.__code__.co_qualname] = _what
 
 
 def _foreign(owner: _Rank | None, how: str) -> str:
@@ -587,9 +595,9 @@ def _meet(run: _Run, *args: Any, **options: Any) -> Iterator[tuple[Any, int, int
 def _in_place(run: _Run) -> Iterator[None]:
     """Put the caller's state away and let torch.distributed speak for ranks; undo both."""
     global _running
+    replaced = [(module, name, getattr(module, name), new) for module, name, new in _replacements(run)]
     caller, hook = Isolation(), sys.excepthook
     caller.leave()
-    replaced = [(module, name, getattr(module, name), new) for module, name, new in _replacements(run)]
     try:
         _running = run
         for module, name, _, new in replaced:
@@ -895,7 +903,7 @@ class SimulatedGroup:
             raise RuntimeError(f"{op}: invalid root rank: {root}")
         tensors = work.outputs or work.inputs
         if tensors and tensors[0].is_cuda:
-            work.stream = _stream_outside_capture(op)
+            work.stream = torch.cuda.current_stream()
         self._seq += 1
         run.progress += 1
         parts = self._channel.arrive(self._seq, self._place, work)
@@ -967,12 +975,6 @@ def _sizes(shape: torch.Size) -> str:
 def _is_channels_last(tensor: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
-
-
-def _stream_outside_capture(op: str) -> Any:
-    if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedCollectiveError(f"{op} inside a CUDA graph capture is not simulated: stay eager here.")
-    return torch.cuda.current_stream()
 
 
 # How the data move. `parts` are in group order, and agree.
