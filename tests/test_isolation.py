@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpbed.tp import isolation
 from tpbed.tp.rank import NoWorldError, current
+from tpbed.tp.registers import START_SEED
 from tpbed.tp.simulated import SimulatedWorld
 
 NAME = "TPBED_TEST_VARIABLE"
@@ -225,9 +226,9 @@ def test_ranks_draw_as_if_each_were_alone():
 
 
 def test_all_ranks_start_with_the_stated_seed():
-    torch.manual_seed(isolation.START_SEED)
-    np.random.seed(isolation.START_SEED)
-    random.seed(isolation.START_SEED)
+    torch.manual_seed(START_SEED)
+    np.random.seed(START_SEED)
+    random.seed(START_SEED)
     expected = draws()
     draws()
     assert SimulatedWorld(2).run(lambda rank: draws()).results == (expected, expected)

@@ -10,7 +10,11 @@ from tpbed.tp.reading import Reading, Threads
 from tpbed.tp.run_watch import FORM_S, RunWatch
 
 GROUP = ("group", "world", [0, 1])
-ASLEEP = Threads(main_slices=5, busy_ns=1000, runnable=False)
+
+
+def threads(**did: object) -> Threads:
+    """Of a rank that sleeps, but for what it did."""
+    return Threads(**({"main_slices": 5, "busy_ns": 1000, "main_runnable": False, "runnable": False} | did))
 
 
 def joined(seq: int):
@@ -110,20 +114,21 @@ def test_ranks_that_all_joined_and_do_nothing_are_stuck(bench):
     for rank in (0, 1):
         bench.read(rank, GROUP, joined(1))
     looks = 0
-    while not bench.judge(0.03):
+    while not bench.judge(bench.watch.look_s):
         assert bench.watch.look_deep
         looks += 1
         for rank in (0, 1):
-            bench.read(rank, threads=ASLEEP)
-    assert bench.watch.stuck == (0, 1) and looks >= 4
+            bench.read(rank, threads=threads(runnable=looks % 2 == 0, busy_ns=looks))  # gloo looks around
+    assert bench.watch.stuck == (0, 1) and looks >= 5 and 100 < bench.watch.proof_ms < 200
 
 
 @pytest.mark.parametrize(
     "busy",
     [
-        lambda look: Threads(main_slices=look, busy_ns=0, runnable=False),
-        lambda look: Threads(main_slices=5, busy_ns=look * 5_000_000, runnable=False),
-        lambda look: Threads(main_slices=5, busy_ns=0, runnable=True),
+        lambda look: threads(main_slices=look),
+        lambda look: threads(busy_ns=look * 5_000_000),
+        lambda look: threads(main_runnable=True, runnable=True),
+        lambda look: threads(runnable=True),
         lambda look: None,
     ],
 )
@@ -134,7 +139,7 @@ def test_ranks_that_work_in_a_collective_are_left_until_the_deadline(bench, busy
     for look in itertools.count():
         if bench.judge(0.05):
             break
-        bench.read(0, threads=ASLEEP)
+        bench.read(0, threads=threads())
         bench.read(1, threads=busy(look))
     assert bench.now - began >= 10.0
 
@@ -160,7 +165,7 @@ def test_a_stopped_rank_counts_from_when_it_was_seen_stopped():
     bench.read(1, stopped=True)
     bench.judge(1.1)
     for _ in range(200):
-        bench.read(0, threads=ASLEEP)
+        bench.read(0, threads=threads())
         bench.read(1, stopped=True)
         if bench.judge(0.05):
             break

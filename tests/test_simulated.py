@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import WORLD
 from tpbed.tp.rank import current, decision, step
+from tpbed.tp.refusal import UnsupportedCollectiveError
 from tpbed.tp.schedule import Replayed, RoundRobin, ScheduleError, Seeded
 from tpbed.tp.simulated import (
     ClosedWorldError,
-    ForeignGroupError,
     NestedWorldError,
     SimulatedWorld,
-    UnsupportedCollectiveError,
     UnwindError,
     WorldSizeError,
 )
+from tpbed.tp.simulated_run import ForeignGroupError
 from tpbed.tp.stuck import find_stuck
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tpbed.tp.payload import OverrunError
 from tpbed.tp.schedule import RoundRobin, Seeded
-from tpbed.tp.simulated import OverrunError, SimulatedWorld
+from tpbed.tp.simulated import SimulatedWorld
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

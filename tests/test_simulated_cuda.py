@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tpbed.tp.rank import current
-from tpbed.tp.simulated import SimulatedWorld, UnsupportedCollectiveError
+from tpbed.tp.refusal import UnsupportedCollectiveError
+from tpbed.tp.simulated import SimulatedWorld
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -19,7 +19,7 @@ from tpbed.tp.rank import Call
 from tpbed.tp.recorder import Recorder
 
 _PAUSE_S = (0.0002, 0.005)  # between two looks: after something happened, and the longest
-_BLOCKED_S = 0.5  # a host that has stood at one place for so long, with a collective open, is waiting for it
+_BLOCKED_S = 0.2  # a host that has stood at one place for so long, with a collective open, is waiting for it
 _SLEEPS = frozenset(("35", "230", "23", "270", "101", "115"))  # nanosleep and select calls, of x86-64 and of arm64
 
 
@@ -39,7 +39,7 @@ class CompletionWatch:
     """Follows the collectives of one rank on its GPU, in one run; a thread of the rank polls what is open.
 
     The host does not say that it waits: it blocks in some synchronisation that nobody sees. So a main thread that has
-    stood at one place of its program for half a second, not asleep, is taken to wait for the oldest open collective.
+    stood at one place of its program for 0.2 s, not asleep, is taken to wait for the oldest open collective.
     """
 
     def __init__(self, recorder: Recorder) -> None:

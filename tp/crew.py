@@ -209,7 +209,8 @@ class Crew:
         """Put supervisors at their stations and wait until their ranks are there."""
         for rank, station in stations.items():
             self._seats[rank].station = station
-        ray.get([self._seats[r].actor.start.remote(station, ray_cluster.SERVER) for r, station in stations.items()])
+        begun = [self._seats[r].actor.start.remote(station, ray_cluster.SERVER) for r, station in stations.items()]
+        ray.get(begun, timeout=2 * START_S)
         missing, deadline = set(stations), time.monotonic() + 2 * START_S
         while missing:
             for rank, (word, *rest) in self.hear(missing, deadline - time.monotonic()) or self._give_up(set(missing)):

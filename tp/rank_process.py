@@ -45,7 +45,8 @@ class RankProcess:
 
     def __init__(self, jobs: Connection, control: socket.socket, box: BlackBox, stacks: StackFile) -> None:
         self._jobs, self._control, self._box = jobs, control, box
-        self._armed = False  # a program is running, and may be aborted
+        self._is_running = False  # a program, which may be aborted
+        self._armed = False  # it has not been yet
         self._cut = False  # the group was torn down under it
         self._joining = False  # the group was begun and not finished
         self._groups: list[RecordingGroup] = []  # the default group first
@@ -102,6 +103,7 @@ class RankProcess:
             self._armed = False
         except RunAborted:
             payload = None
+        self._is_running = False
         pen.close()
         self._finish()
         return payload, self._is_intact()
@@ -116,7 +118,7 @@ class RankProcess:
 
     def _attempt(self, job: Job) -> bytes | None:
         recorder = self._context.recorder
-        self._armed = True
+        self._is_running = self._armed = True
         try:
             program = cloudpickle.loads(job.program)  # it may import much: that is no stall
             self._join(job)
@@ -205,7 +207,7 @@ class RankProcess:
         os._exit(0)
 
     def _abort(self) -> None:
-        if self._armed:
+        if self._is_running:
             self._cut = True
             if self._watch is not None:
                 _abort_all(self._groups)

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
@@ -27,6 +26,7 @@ from tpbed.tp.job import Job, Station
 from tpbed.tp.reading import Reading, Threads
 
 ABORT_S = {"gloo": 0.5, "nccl": 3.0}  # for a rank to leave the program that is aborted; else its process is replaced
+_ABORT_AGAIN_S = 0.05
 _SEND_S = 5  # for a rank to take a job
 _DIE_S = 5.0  # for a killed process to be gone
 
@@ -189,19 +189,20 @@ class Supervisor:
         """Get a running rank out of its program, alive. False if it does not come in time."""
         if child.is_stopped():
             return False
-        deadline = time.monotonic() + ABORT_S[self._station.backend]
-        missing: dict[Any, Callable[[], Any]] = {
-            child.jobs: child.jobs.recv,
-            child.control: lambda: child.control.recv(1),
-        }
+        deadline, asked, answered, is_out = time.monotonic() + ABORT_S[self._station.backend], 0, 0, False
         try:
-            child.control.send(b"a")
-            while missing and (ready := wait(list(missing), max(0.0, deadline - time.monotonic()))):
-                for line in ready:
-                    missing.pop(line)()
+            while time.monotonic() < deadline and not (is_out and answered == asked):
+                if not is_out:  # again and again: it may just be opening what would have been shut down
+                    child.control.send(b"a")
+                    asked += 1
+                for line in wait([child.jobs, child.control], _ABORT_AGAIN_S):
+                    if line is child.jobs:
+                        is_out = bool(child.jobs.recv())
+                    else:
+                        answered += len(child.control.recv(64))
         except (EOFError, OSError):
             return False
-        return not missing
+        return is_out and answered == asked
 
     def _fork(self) -> Child:
         try:
@@ -270,6 +271,7 @@ class Child:
         return Threads(
             main_slices=int(stats[str(self.pid)][2]),
             busy_ns=sum(int(stat[0]) for stat in stats.values()),
+            main_runnable=_state(f"/proc/{self.pid}/task/{self.pid}/stat") == "R",
             runnable=any(_state(f"/proc/{self.pid}/task/{task}/stat") == "R" for task in tasks),
         )
 

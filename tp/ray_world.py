@@ -38,8 +38,9 @@ class ClosedError(TestbedError):
 class RayWorld:
     """Rank programs on real processes: World, with SIGKILL, SIGSTOP, sockets and clocks that are real.
 
-    The ranks stay warm from run to run, and so does their group if the last run left it clean; a rank that dies, or
-    cannot be got out of its program, is replaced alone. Nothing outlives the driver, however it ends.
+    The ranks stay warm from run to run, and so does their group if the last run left it clean. A rank that is stuck is
+    got out of its program by shutting down the connections that it has opened since its group was formed; one that does
+    not come, or has died, is replaced alone. Nothing outlives the driver, however it ends.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ class Threads:
 
     main_slices: int  # times that the main thread got a processor so far
     busy_ns: int  # on processors so far, all threads
-    runnable: bool  # a thread has or wants a processor now
+    main_runnable: bool  # the main thread has or wants a processor now
+    runnable: bool  # some thread does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

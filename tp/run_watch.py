@@ -16,8 +16,7 @@ FORM_S = 60.0  # for all ranks to join the group
 _LOOK_S = (0.003, 0.025)  # from one look to the next: after something happened, and when nothing happens for long
 _AGAIN_S = 0.001  # to the look that confirms a proof
 _AFTER_DEATH_S = 0.025  # what a death does to its peers by itself, such as errors of gloo, is let happen
-IDLE_S = 0.1  # after which ranks that all wait for each other, and do nothing, are taken as stuck
-_IDLE_LOOKS = 4  # in that time, and all alike
+IDLE_S = 0.1  # after which ranks that all wait for each other, and do nothing at any look, are taken as stuck
 _IDLE_SHARE = 0.02  # of a processor: gloo's own thread wakes up a hundred times a second and looks around
 _PATIENCE_S = 2.0  # the least deadline for ranks that all wait in collectives and do not look idle
 
@@ -34,7 +33,7 @@ class _Seen:
         self.last_event_at = now
         self.stopped_since: float | None = None
         self.threads: tuple[float, Threads] | None = None
-        self.idle_looks = 0
+        self.idle_since: float | None = None
         self._ledger: Ledger | None = None
 
     @property
@@ -63,15 +62,17 @@ class _Seen:
 
     def _compare(self, threads: Threads | None, at: float) -> None:
         before, self.threads = self.threads, None if threads is None else (at, threads)
-        self.idle_looks += 1
         if before is None or threads is None or not _is_idle(before[1], threads, at - before[0]):
-            self.idle_looks = 0
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = before[0]
 
 
 def _is_idle(before: Threads, now: Threads, seconds: float) -> bool:
-    """True if the main thread never ran between two looks, and no other did more than look around."""
-    busy_s = (now.busy_ns - before.busy_ns) / 1e9
-    return now.main_slices == before.main_slices and not now.runnable and busy_s <= _IDLE_SHARE * seconds
+    """True if the main thread never ran or wanted to between two looks, and no other did more than look around."""
+    if now.main_slices != before.main_slices or now.main_runnable or (now.runnable and before.runnable):
+        return False
+    return now.busy_ns - before.busy_ns <= _IDLE_SHARE * seconds * 1e9
 
 
 class RunWatch:
@@ -87,6 +88,7 @@ class RunWatch:
         """now: time.monotonic() at the start of the run, as are all times here; idle_s: longer than data can travel."""
         self._stall_after_s, self._began, self._idle_s = stall_after_s, now, idle_s
         self._seen = [_Seen(rank, world_size, now) for rank in range(world_size)]
+        self._judged_at = now
         self._changes = 0  # in what was read
         self._doubt: tuple[Hashable, float, int] = (None, now, 0)  # a judgement that waits to be confirmed
         self.look_s = _LOOK_S[0]  # to the next look
@@ -116,7 +118,7 @@ class RunWatch:
 
     def judge(self, now: float) -> bool:
         """True if the run is over; then `stuck` and `proof_ms` tell of the ranks that did not end."""
-        began_s = time.thread_time()
+        began_s, self._judged_at = time.thread_time(), now
         stuck = self._find(now)
         if stuck:
             self.stuck = stuck
@@ -127,9 +129,10 @@ class RunWatch:
         return bool(stuck) or not self.open_ranks
 
     def liveness(self, frames: dict[int, tuple[str, ...]]) -> tuple[Liveness, ...]:
-        """How the ranks looked; frames: of those that did not end."""
-        now = time.monotonic()
-        return tuple(replace(self._look(seen, now), frames=frames.get(seen.rank, ())) for seen in self._seen)
+        """How the ranks looked at the last judgement; frames: of those that did not end."""
+        return tuple(
+            replace(self._look(seen, self._judged_at), frames=frames.get(seen.rank, ())) for seen in self._seen
+        )
 
     def _find(self, now: float) -> tuple[int, ...]:
         """The open ranks, if all of them are stuck and that has been confirmed."""
@@ -183,8 +186,8 @@ class RunWatch:
 
     def _is_idle(self, rest: Sequence[_Seen], now: float) -> bool:
         for_s, _ = self._believe(("idle", self._changes, self.open_ranks), now)
-        self.look_s, self.look_deep = self._idle_s / _IDLE_LOOKS, True
-        is_idle = for_s >= self._idle_s and all(seen.idle_looks >= _IDLE_LOOKS - 1 for seen in rest)
+        self.look_s, self.look_deep = min(1.4 * self.look_s, _LOOK_S[1]), True
+        is_idle = all(seen.idle_since is not None and now - seen.idle_since >= self._idle_s for seen in rest)
         return is_idle or for_s >= max(self._stall_after_s, _PATIENCE_S)
 
     def _believe(self, judgement: Hashable, now: float) -> tuple[float, int]:

@@ -1,0 +1,144 @@
+"""Random generators of a process - torch's, NumPy's and Python's - of which a rank holds the state as its own."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpbed.tp.registers import START_SEED, Start
+
+_TWISTER_BYTES = 2500  # 624 words and an index: a Mersenne twister in memory
+_GLANCE_BYTES = 68  # of it: the index and 16 words
+_NUMPY: Any = np.random
+_PYTHON: Any = vars(random)["_inst"]
+
+
+class TorchRandom:
+    """torch's default CPU generator: 5 KB, cheaper to copy than to compare."""
+
+    def __init__(self) -> None:
+        self.save: Callable[[], Any] = torch.default_generator.get_state
+        self.load: Callable[[Any], Any] = torch.default_generator.set_state
+        self._start = torch.Generator().manual_seed(START_SEED).get_state()
+
+    def start(self, start: Start) -> Any:
+        """As after torch.manual_seed(START_SEED)."""
+        return self._start
+
+
+class NumpyRandom:
+    """NumPy's global generator.
+
+    NumPy copies it in 25 us. Whether a rank has used it shows in the tail of its twister, which is compared in place;
+    only the second of two normal deviates leaves that as it is, and it is known from the copy made after the first.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._twister: Any = None
+        self._loaded: Any = (None, b"", None)  # generator, words of its twister, NumPy's own copy of its state
+        state = np.random.RandomState(START_SEED).get_state(legacy=False)
+        self._start = (np.random.MT19937(), _numpy_words(state), state)
+
+    def save(self) -> Any:
+        """The same object again where nothing has changed."""
+        now, (generator, words, state) = self._look(), self._loaded
+        if generator is not self._generator or not now or not words.endswith(now) or state["has_gauss"]:
+            words = self._twister.words.raw if self._twister else b""
+            self._loaded = (self._generator, words, _NUMPY.get_state(legacy=False))
+        return self._loaded
+
+    def load(self, saved: Any) -> None:
+        """Into the global generator; by its words where these say all."""
+        known, self._loaded = self._loaded, saved
+        if saved is known:
+            return
+        if self._look() and self._generator is saved[0] and not known[2]["has_gauss"] and not saved[2]["has_gauss"]:
+            ctypes.memmove(self._twister.words, saved[1], _TWISTER_BYTES)
+            return
+        _NUMPY.set_bit_generator(saved[0])
+        _NUMPY.set_state(saved[2])
+
+    def start(self, start: Start) -> Any:
+        """As after numpy.random.seed(START_SEED)."""
+        generator = _NUMPY.get_bit_generator()
+        if generator is not self._start[0] and type(generator) is np.random.MT19937:
+            self._start = (generator, *self._start[1:])
+        return self._start
+
+    def _look(self) -> bytes:
+        generator = _NUMPY.get_bit_generator()
+        if generator is not self._generator:
+            self._generator, self._twister = generator, _numpy_twister(generator)
+        return self._twister.tail.raw if self._twister else b""
+
+
+class _Twister:
+    """A Mersenne twister in memory. Every draw moves its index, or renews all words: a few of them tell."""
+
+    __slots__ = ("head", "tail", "words")
+
+    def __init__(self, address: int) -> None:
+        self.words = (ctypes.c_char * _TWISTER_BYTES).from_address(address)
+        self.head = (ctypes.c_char * _GLANCE_BYTES).from_address(address)
+        self.tail = (ctypes.c_char * _GLANCE_BYTES).from_address(address + _TWISTER_BYTES - _GLANCE_BYTES)
+
+
+def _numpy_words(state: Any) -> bytes:
+    words = state["state"]
+    return bytes(words["key"].tobytes() + int(words["pos"]).to_bytes(4, sys.byteorder))
+
+
+def _numpy_twister(generator: Any) -> _Twister | None:
+    """The generator's memory, at the address that NumPy makes public; None where it is not laid out as it should be."""
+    if type(generator) is not np.random.MT19937:
+        return None
+    twister = _Twister(generator.ctypes.state_address)
+    return twister if twister.words.raw == _numpy_words(generator.state) else None
+
+
+class PythonRandom:
+    """The generator of the `random` module. Python copies it in 7 us; whether a rank has used it shows in its head."""
+
+    def __init__(self) -> None:
+        self._twister = _python_twister(_PYTHON)
+        self._loaded: Any = (b"", ())
+        start = random.Random(START_SEED)
+        self._start = (_python_words(start.getstate())[:_GLANCE_BYTES], start.getstate())
+
+    def save(self) -> Any:
+        """The same object again where nothing has changed."""
+        now, (head, state) = self._twister.head.raw if self._twister else b"", self._loaded
+        if now != head or not now or _PYTHON.gauss_next != state[2]:
+            self._loaded = (now, random.getstate())
+        return self._loaded
+
+    def load(self, saved: Any) -> None:
+        """Into the module."""
+        if saved is not self._loaded:
+            random.setstate(saved[1])
+            self._loaded = saved
+
+    def start(self, start: Start) -> Any:
+        """As after random.seed(START_SEED)."""
+        return self._start
+
+
+def _python_words(state: Any) -> bytes:
+    *words, index = state[1]
+    return b"".join(word.to_bytes(4, sys.byteorder) for word in (index, *words))
+
+
+def _python_twister(generator: random.Random) -> _Twister | None:
+    """The generator's memory; None where this Python does not lay it out as an index and its words."""
+    header = object.__basicsize__
+    if type(generator).__basicsize__ < header + _TWISTER_BYTES:
+        return None
+    twister = _Twister(id(generator) + header)
+    return twister if twister.words.raw == _python_words(generator.getstate()) else None

@@ -1,0 +1,61 @@
+"""Payload: what a tensor brings to a collective, and which tensors gloo takes; refusals are in gloo's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpbed.tp.errors import TestbedError
+from tpbed.tp.refusal import UnsupportedCollectiveError
+
+_KINDS = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+) | {torch.bool}
+
+
+class OverrunError(TestbedError):
+    """A collective would go past the end of a tensor's storage, as gloo does without a word."""
+
+
+def payload_bytes(tensor: Tensor, *, in_memory: bool = False) -> int:
+    """Bytes that a tensor brings. Raises where gloo does, and where it should: past the end of the storage."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedCollectiveError(f"a tensor with layout {tensor.layout} is not simulated: use a dense one.")
+    if tensor.dtype not in _KINDS:
+        raise RuntimeError("Invalid scalar type")
+    size = tensor.nbytes
+    if in_memory and not tensor.is_contiguous():
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+        if size > held:
+            raise OverrunError(
+                f"a collective takes {size} bytes in a row from a tensor of shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}, whose storage ends after {held}: make the tensor contiguous."
+            )
+    return size
+
+
+def require_alike(op: str, tensors: Sequence[Tensor], like: Tensor, of: Tensor | None = None) -> None:
+    """Every tensor has the shape of `like`, and its dtype and device, or those of `of`."""
+    shape, dtype, device = like.shape, (like if of is None else of).dtype, like.device
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype is not dtype or tensor.device != device:
+            raise RuntimeError(
+                f"{op}: invalid tensor type at index {index} (expected {dtype} on {device}, "
+                f"got {tensor.dtype} on {tensor.device})"
+            )
+        if tensor.shape != shape:
+            raise RuntimeError(
+                f"{op}: invalid tensor size at index {index} (expected {_sizes(shape)}, got {_sizes(tensor.shape)})"
+            )
+
+
+def _sizes(shape: torch.Size) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether it is contiguous in the order of images or volumes whose channels come last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])

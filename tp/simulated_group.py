@@ -1,0 +1,238 @@
+"""SimulatedGroup: one rank's end of a process group, and the channel in which the ends meet.
+
+Members meet at the same place in the same group's order of calls. If they differ there in op, root or payload bytes,
+that collective never completes, as with gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from tpbed.tp import data_movement as move
+from tpbed.tp.isolation import quietly
+from tpbed.tp.payload import is_channels_last, payload_bytes, require_alike
+from tpbed.tp.simulated_rank import SimulatedRank
+from tpbed.tp.simulated_run import SimulatedRun
+from tpbed.tp.simulated_work import SimulatedWork
+
+_WRONG_LENGTH = "{0}: Incorrect {1} list size {{1}}. {2} list size should be {{0}}, same as size of the process group."
+
+
+class Channel:
+    """Where the members of one group meet: those that are equally far in their own order of calls belong together."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._meetings: dict[int, tuple[list[Any], set[int]]] = {}
+
+    def arrive(self, seq: int, place: int, part: SimulatedWork) -> list[SimulatedWork] | None:
+        """All parts in group order, once the last is there."""
+        meeting = self._meetings.get(seq)
+        if meeting is None:
+            meeting = self._meetings[seq] = [None] * self.size, set(range(self.size))
+        parts, missing = meeting
+        parts[place] = part
+        missing.discard(place)
+        if missing:
+            return None
+        del self._meetings[seq]
+        return parts
+
+
+def _settle(parts: list[SimulatedWork]) -> None:
+    """Move the data, if the members agree; if not, the collective stays incomplete for ever, as with gloo."""
+    first = parts[0]
+    for part in parts:
+        if part.terms != first.terms:
+            return
+    if first.splits is not None and not _splits_fit(parts):
+        return
+    if first.stream is not None:
+        _move_on_cuda(parts)
+    elif first.move is not None:
+        quietly(first.move, parts)
+    for part in parts:
+        part.complete()
+
+
+def _splits_fit(parts: list[SimulatedWork]) -> bool:
+    """Whether each member expects from each other what that one sends."""
+    sent, expected = zip(*(part.splits for part in parts if part.splits is not None), strict=True)
+    return all(row == tuple(column) for row, column in zip(zip(*sent, strict=True), expected, strict=True))
+
+
+def _move_on_cuda(parts: list[SimulatedWork]) -> None:
+    """After what every rank has queued on its stream, and before what it queues when it has waited."""
+    stream = torch.cuda.current_stream()
+    for part in parts:
+        stream.wait_stream(part.stream)
+    if parts[0].move is not None:
+        quietly(parts[0].move, parts)
+    moved = stream.record_event()
+    for part in parts:
+        part.moved = moved
+
+
+class SimulatedGroup:
+    """One rank's end of a simulated group, under the names that process groups give their collectives.
+
+    A call checks what gloo checks, says what is wrong in gloo's words, and returns a handle; nothing waits here.
+    """
+
+    def __init__(self, run: SimulatedRun, rank: SimulatedRank, channel: Channel, place: int) -> None:
+        self._run, self._rank, self._channel, self._place = run, rank, channel, place
+        self._size, self._seq = channel.size, 0
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_gather."""
+        (given,) = outputs
+        self._require_length(given, "all_gather: invalid output tensor list at index 0 (expected length {}, got {})")
+        require_alike("all_gather", given, inputs[0])
+        return self._join(SimulatedWork("all_gather", payload_bytes(inputs[0]), move.all_gather, inputs, given), opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+        """dist.all_gather_single; all_gather_into_tensor before torch 2.13."""
+        fits = input.dim() > 0 and output.shape == (self._size * input.shape[0], *input.shape[1:])
+        if not fits or output.dtype is not input.dtype:
+            return self.allgather([list(output.chunk(self._size))], [input], opts)  # which says what is wrong
+        work = SimulatedWork("all_gather", payload_bytes(input), move.all_gather, [input], [output])
+        work.whole = True
+        return self._join(work, opts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_reduce."""
+        opts = opts or c10d.AllreduceOptions()
+        work = SimulatedWork("all_reduce", payload_bytes(tensors[0], in_memory=True), move.all_reduce, tensors)
+        return self._join(work, opts, move.fold_of(opts, tensors[0]))
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.reduce."""
+        opts = opts or c10d.ReduceOptions()
+        work = SimulatedWork(
+            "reduce", payload_bytes(tensors[0], in_memory=True), move.reduce, tensors, root=opts.rootRank
+        )
+        return self._join(work, opts, move.fold_of(opts, tensors[0]))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.broadcast."""
+        root = (opts or c10d.BroadcastOptions()).rootRank
+        size = payload_bytes(tensors[0], in_memory=True)
+        return self._join(SimulatedWork("broadcast", size, move.broadcast, tensors, root=root), opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
+        """dist.reduce_scatter."""
+        (given,) = inputs
+        self._require_length(given, "invalid input tensor list size, must be world size")
+        require_alike("reduce_scatter", outputs, given[self._place])
+        payload_bytes(outputs[0], in_memory=True)
+        opts = opts or c10d.ReduceScatterOptions()
+        shares = [payload_bytes(tensor) for tensor in given]
+        work = SimulatedWork("reduce_scatter", shares, move.reduce_scatter, given, outputs)
+        return self._join(work, opts, move.fold_of(opts, outputs[0]))
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+        """dist.reduce_scatter_single; reduce_scatter_tensor before torch 2.13."""
+        if not output.dim() or input.shape != (output.shape[0] * self._size, *output.shape[1:]):
+            raise RuntimeError(
+                f"reduce_scatter: the input must be as long as {self._size} outputs (output {tuple(output.shape)}, "
+                f"input {tuple(input.shape)})"
+            )
+        require_alike("reduce_scatter", [input], input, of=output)
+        opts = opts or c10d.ReduceScatterOptions()
+        shares = [payload_bytes(output)] * self._size
+        work = SimulatedWork("reduce_scatter", shares, move.reduce_scatter, [input], [output])
+        work.whole = True
+        return self._join(work, opts, move.fold_of(opts, output))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_to_all."""
+        self._require_length(outputs, "all_to_all: output tensor list size {1} does not match world size {0}")
+        self._require_length(inputs, "all_to_all: input tensor list size {1} does not match world size {0}")
+        require_alike("all_to_all", outputs, outputs[0])
+        require_alike("all_to_all", inputs, inputs[0])
+        work = SimulatedWork("all_to_all", None, move.all_to_all, inputs, outputs)
+        work.splits = [payload_bytes(tensor) for tensor in inputs], [tensor.nbytes for tensor in outputs]
+        return self._join(work, opts)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
+    ) -> SimulatedWork:
+        """dist.all_to_all_single."""
+        if not input.is_contiguous() and not is_channels_last(input):
+            raise ValueError("Tensors must be contiguous")
+        even = not out_splits and not in_splits
+        if even and input.nbytes != output.nbytes:
+            raise RuntimeError(f"all_to_all: {input.nbytes} bytes go in and {output.nbytes} out: they must be as many")
+        payload_bytes(output, in_memory=True)
+        work = SimulatedWork("all_to_all", None, move.all_to_all, [input], [output])
+        work.whole = True
+        work.splits = self._split(input, in_splits, even), self._split(output, out_splits, even)
+        return self._join(work, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.gather."""
+        root = (opts or c10d.GatherOptions()).rootRank
+        given: list[Tensor] = outputs[0] if root == self._place else []
+        if root == self._place:
+            self._require_length(given, _WRONG_LENGTH.format("gather", "output", "Output"))
+            require_alike("gather", given, inputs[0])
+        return self._join(SimulatedWork("gather", payload_bytes(inputs[0]), move.all_gather, inputs, given, root), opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
+        """dist.scatter."""
+        root = (opts or c10d.ScatterOptions()).rootRank
+        given: list[Tensor] = inputs[0] if root == self._place else []
+        if root == self._place:
+            self._require_length(given, _WRONG_LENGTH.format("scatter", "input", "Input"))
+            require_alike("scatter", given, outputs[0])
+        size = max(payload_bytes(tensor, in_memory=True) for tensor in (*outputs, *given))
+        return self._join(SimulatedWork("scatter", size, move.scatter, given, outputs, root), opts)
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        """dist.barrier. Its time-out counts, unlike the group's."""
+        work = SimulatedWork("barrier", 0, None)
+        if opts is not None:
+            work.timeout_s = max(opts.timeout.total_seconds(), 0.0)
+        return self._join(work, opts)
+
+    def _join(self, work: SimulatedWork, opts: Any, fold: move.Fold | None = None) -> SimulatedWork:
+        run = self._run
+        work.vetted = not getattr(opts, "asyncOp", True)
+        work.run, work.rank = run, run.here(self._rank, waits=self._size > 1)
+        if fold is not None:
+            work.fold = fold
+        op, root, _ = work.terms
+        if root >= self._size:
+            raise RuntimeError(f"{op}: invalid root rank: {root}")
+        tensors = work.outputs or work.inputs
+        if tensors and tensors[0].is_cuda:
+            work.stream = torch.cuda.current_stream()
+        self._seq += 1
+        run.progress += 1
+        parts = self._channel.arrive(self._seq, self._place, work)
+        if parts is not None:
+            _settle(parts)
+        return work
+
+    def _require_length(self, tensors: Sequence[Tensor], message: str) -> None:
+        if len(tensors) != self._size:
+            raise RuntimeError(message.format(self._size, len(tensors)))
+
+    def _split(self, tensor: Tensor, splits: list[int], even: bool) -> list[int]:
+        """Bytes of each member's share; torch counts splits in rows."""
+        if even:
+            return [tensor.nbytes // self._size] * self._size
+        rows = tensor.shape[0]
+        if not splits and rows % self._size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+        splits = splits or [rows // self._size] * self._size
+        if len(splits) != self._size:
+            raise RuntimeError("Number of tensor splits not equal to group size")
+        if sum(splits) != rows:
+            raise RuntimeError("Split sizes doesn't match total dim 0 size")
+        return [count * (tensor.nbytes // max(rows, 1)) for count in splits]

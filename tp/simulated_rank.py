@@ -1,0 +1,64 @@
+"""SimulatedRank: one rank of a simulated run, what it waits for and where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from tpbed.tp.ledger import Event
+from tpbed.tp.rank import RankContext
+from tpbed.tp.recorder import call_site
+from tpbed.tp.registers import RankGroups
+from tpbed.tp.world import Liveness, RankState
+
+
+class Awaited(Protocol):
+    """What a rank waits for: its part in a collective."""
+
+    rank: SimulatedRank
+    done: bool
+    vetted: bool  # it is waited on where it is called, and that may wait
+
+    def fulfil(self) -> None:
+        """Give the future its result, and so call its callbacks."""
+        ...
+
+
+class SimulatedRank:
+    """One rank of one run."""
+
+    def __init__(self, index: int, context: RankContext, events: list[Event]) -> None:
+        self.index, self.context, self.events = index, context, events
+        self.groups: Any = RankGroups()
+        self.formed: dict[tuple[str, tuple[int, ...]], int] = {}  # how many groups, by name and members
+        self.greenlet: Any = None
+        self.isolation: Any = None
+        self.state: RankState = "running"
+        self.detail = ""
+        self.result: Any = None
+        self.waits_for: Awaited | None = None
+        self.waits = 0  # that are over: a time-out of an earlier one is void
+        self.owed: list[Awaited] = []  # with futures to fulfil when the rank goes on
+        self.polls = self.polled_at = self.refusals = 0
+
+
+def observe(rank: SimulatedRank) -> Liveness:
+    """What can be seen of a rank when nobody can move."""
+    frames = () if rank.state in ("ended", "dead") else _frames(rank.greenlet.gr_frame)
+    return Liveness(state=rank.state, detail=rank.detail, frames=frames)
+
+
+def _frames(frame: FrameType | None) -> tuple[str, ...]:
+    """Where a rank stands, innermost first, outside torch and the test bed."""
+    sites = []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_OURS):
+            sites.append(call_site(frame))
+        frame = frame.f_back
+    return tuple(sites)
+
+
+_NOT_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")

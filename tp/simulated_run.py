@@ -1,0 +1,341 @@
+"""SimulatedRun: ranks as greenlets, whose turn it is, and the world's clock.
+
+A rank runs until it must wait for another; then the schedule says who goes on. When no rank can, and none sleeps, the
+run is over, and whoever waits in a collective is proved stuck.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+import warnings
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from tpbed.tp.errors import TestbedError
+from tpbed.tp.isolation import Isolation
+from tpbed.tp.ledger import End, Event, read_ledger
+from tpbed.tp.rank import Death, RankContext
+from tpbed.tp.recorder import Recorder
+from tpbed.tp.refusal import UnsupportedCollectiveError, cannot_wait
+from tpbed.tp.registers import Start, environment
+from tpbed.tp.schedule import Schedule, ScheduleError
+from tpbed.tp.simulated_rank import Awaited, SimulatedRank, observe
+from tpbed.tp.world import RankProgram, RankState, WorldRun
+
+TURN_NS = 1_000  # of the world's clock, for each turn
+IDLE_POLLS = 1_000  # a rank that asks so often whether a collective is done, while nothing else happens, asks for ever
+REFUSALS = 100  # a rank that so often catches the end of its run is given up
+
+_abandoned: list[greenlet] = []  # kept: a greenlet that is collected is woken once more
+
+
+class ForeignGroupError(TestbedError):
+    """A process group was used by another rank than the one it was made for, or after its run."""
+
+
+class _Unwind(BaseException):
+    """Ends a rank whose run is over; `except Exception` does not see it."""
+
+
+class SimulatedRun:
+    """One run: whose turn it is, the world's clock, and in the end the proof that nobody can move."""
+
+    def __init__(self, program: RankProgram, *, world_size: int, schedule: Schedule, device: torch.device) -> None:
+        self.program, self.schedule, self.device = program, schedule, device
+        self.hub = getcurrent()  # the greenlet of the caller
+        self.members = tuple(range(world_size))
+        self.ready = list(self.members)
+        self.sleepers: list[tuple[int, int, int, int]] = []  # when, order, rank, its count of waits
+        self.now_ns = self.progress = 0
+        self.choices: list[int] = []
+        self.current: SimulatedRank | None = None
+        self.starts: SimulatedRank | None = None
+        self.failure: BaseException | None = None
+        self.unwinding = self.over = False
+        self.alive: tuple[int, ...] = ()  # ranks that did not let their run end
+        self.ranks = [self._rank(index) for index in self.members]
+
+    def _rank(self, index: int) -> SimulatedRank:
+        events: list[Event] = []
+        context = RankContext(
+            rank=index,
+            world_size=len(self.members),
+            recorder=Recorder(events.append, self.clock),
+            sleep=self.sleep,
+            die=self.die,
+            device=self.device,
+        )
+        return SimulatedRank(index, context, events)
+
+    def clock(self) -> int:
+        """Nanoseconds since the run began; no two events have the same."""
+        self.now_ns += 1
+        return self.now_ns
+
+    # In the greenlet of the caller.
+
+    def launch(self) -> None:
+        """Make each rank ready to start; it has its default group, and the caller's own state is put away."""
+        variables, filters = _variables(len(self.members)), warnings.filters
+        for rank in self.ranks:
+            variables[b"RANK"] = variables[b"LOCAL_RANK"] = str(rank.index).encode()
+            rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters))
+            rank.greenlet = greenlet(self._live)
+
+    def drive(self) -> None:
+        """Give turns until nobody can take one. Ranks pass the turn on among themselves, but all start from here."""
+        while (rank := self.starts or self._next()) is not None:
+            self.current, self.starts = rank, None
+            rank.isolation.enter()
+            rank.greenlet.switch(rank)
+            if self.failure is not None:
+                raise self.failure
+
+    def conclude(self, world: str) -> Callable[[], WorldRun]:
+        """Nobody can move: write down what the ranks did, and which are stuck. Call the answer when all is cleared.
+
+        world: its name.
+        """
+        silent = time.perf_counter()
+        size = len(self.members)
+        ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
+        liveness = tuple(observe(rank) for rank in self.ranks)
+        stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
+        proved = time.perf_counter()
+        hung = any(seen.state not in ("ended", "dead") for seen in liveness)
+        results = tuple(rank.result for rank in self.ranks)
+        return lambda: WorldRun(
+            world=world,
+            results=results,
+            ledgers=ledgers,
+            liveness=liveness,
+            stuck=stuck,
+            proof_ms=(proved - silent) * 1e3 if hung else None,
+            recovery_ms=(time.perf_counter() - proved) * 1e3 if hung else None,
+        )
+
+    def unwind(self) -> None:
+        """End the ranks that have not ended, by an exception where they stand. Nothing of it is recorded."""
+        self.unwinding = True
+        for rank in self.ranks:
+            if rank.greenlet:  # has started, and not finished
+                self.current = rank
+                rank.isolation.enter()
+                rank.greenlet.throw(_Unwind)
+                rank.isolation.leave()
+
+    def dissolve(self) -> None:
+        """Take the run apart, so that nothing of it waits for the garbage collector."""
+        self.current, self.over = None, True
+        self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet)
+        _abandoned.extend(self.ranks[index].greenlet for index in self.alive)
+        for rank in self.ranks:
+            rank.greenlet = rank.isolation = rank.groups = rank.waits_for = None
+        self.ranks = []
+
+    # In the greenlet of a rank.
+
+    def _live(self, rank: SimulatedRank) -> None:
+        try:
+            self._live_to_the_end(rank)
+        except _Unwind:
+            pass
+        except KeyboardInterrupt as interrupt:
+            self.failure = interrupt
+        finally:
+            if not self.unwinding:
+                rank.isolation.leave()
+
+    def _live_to_the_end(self, rank: SimulatedRank) -> None:
+        recorder = rank.context.recorder
+        try:
+            if self.device.type == "cuda" and self.device.index is not None:
+                torch.cuda.set_device(self.device)
+            result = self.program(rank.index)
+            self._end(rank, recorder.returned, result)
+        except (_Unwind, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
+            self._end(rank, partial(recorder.raised, error))
+
+    def _end(self, rank: SimulatedRank, record: Callable[[], None], result: Any = None) -> None:
+        if not self.unwinding:
+            record()
+            rank.state, rank.result = "ended", result
+            self.progress += 1
+
+    def here(self, owner: SimulatedRank | None = None, *, waits: bool = True) -> SimulatedRank:
+        """The rank whose turn it is; it must be the caller, and `owner` if that is given; and able to wait."""
+        rank = self.current
+        if rank is None or self.over:
+            raise ForeignGroupError(_foreign(owner, "outside its run"))
+        if rank.greenlet is not getcurrent():
+            raise UnsupportedCollectiveError(
+                f"rank {rank.index} called from another thread or greenlet than its program runs in: a simulated rank "
+                "has but one; use a real world for this program."
+            )
+        if self.unwinding:
+            self._refuse(rank)
+        if owner is not None and owner is not rank:
+            raise ForeignGroupError(_foreign(owner, f"by rank {rank.index}"))
+        if waits and len(self.members) > 1 and (inside := cannot_wait()):
+            raise UnsupportedCollectiveError(
+                f"rank {rank.index} would wait inside {inside}, where a simulated rank cannot: call from outside, or "
+                "use a real world."
+            )
+        return rank
+
+    def _refuse(self, rank: SimulatedRank) -> NoReturn:
+        rank.refusals += 1
+        while rank.refusals > REFUSALS:
+            self.hub.switch()
+        raise _Unwind
+
+    def wait_for(self, work: Awaited, timeout_s: float) -> None:
+        """Until the collective is complete; even if it is, another rank may have the turn first."""
+        rank = self.here(work.rank, waits=not work.done and not work.vetted)
+        if work.done:
+            if self.ready and (work.vetted or not cannot_wait()):
+                insort(self.ready, rank.index)
+                self._give_way(rank)
+            return
+        rank.waits_for = work
+        if timeout_s:
+            self._call_back(rank, timeout_s)
+        self._give_way(rank)
+        if not work.done:
+            raise RuntimeError("Operation timed out!")
+
+    def wake(self, rank: SimulatedRank) -> None:
+        """Its wait is over, and it can have a turn."""
+        rank.waits += 1
+        rank.waits_for = None
+        self.progress += 1
+        insort(self.ready, rank.index)
+
+    def sleep(self, seconds: float) -> None:
+        """RankContext.sleep, for the rank whose turn it is."""
+        rank = self.here()
+        if seconds > 0:
+            self._call_back(rank, seconds)
+            self._give_way(rank)
+        else:
+            self.poll(rank)
+
+    def poll(self, owner: SimulatedRank) -> None:
+        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
+        rank = self.here(owner)
+        self._wake_due()
+        if rank.polled_at != self.progress:
+            rank.polled_at, rank.polls = self.progress, 0
+        if all(self.ranks[index].polled_at == self.progress for index in self.ready):  # nobody else can do anything
+            rank.polls += 1
+            if rank.polls > 1 and self.sleepers:
+                self._wake_first()
+        if rank.polls > IDLE_POLLS:
+            self._freeze(rank, "stalled", "asks for ever for what can never be")
+        if self.ready:
+            chosen = self._chosen()
+            insort(self.ready, rank.index)
+            self._hand_over(rank, chosen)
+
+    def die(self, death: Death, why: str) -> None:
+        """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
+        rank = self.here()
+        if death in ("stop", "stall"):
+            self._freeze(rank, "stopped" if death == "stop" else "stalled", why)
+        killed = death == "kill"
+        rank.context.recorder.end(
+            End(how="killed", message=why, signal=9, at_ns=self.clock())
+            if killed
+            else End(how="exited", message=why, exit_code=1, at_ns=self.clock())
+        )
+        self._freeze(rank, "dead", "signal 9" if killed else "exit status 1")
+
+    def _freeze(self, rank: SimulatedRank, state: RankState, detail: str) -> None:
+        rank.state, rank.detail = state, detail
+        self.progress += 1
+        self._give_way(rank)
+
+    def _give_way(self, rank: SimulatedRank) -> None:
+        self._hand_over(rank, self._chosen())
+
+    def _hand_over(self, rank: SimulatedRank, chosen: SimulatedRank | None) -> None:
+        if chosen is not rank:
+            rank.isolation.leave()
+            if chosen is None or not chosen.greenlet:  # a greenlet starts as deep in the stack as its starter is
+                self.starts = chosen
+                self.hub.switch()
+            else:
+                self.current = chosen
+                chosen.isolation.enter()
+                chosen.greenlet.switch(chosen)
+        if rank.owed:
+            _fulfil(rank)
+
+    def _chosen(self) -> SimulatedRank | None:
+        try:
+            return self._next()
+        except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
+            self.failure = error
+            return None
+
+    def _next(self) -> SimulatedRank | None:
+        self._wake_due()
+        while self.sleepers and not self.ready:
+            self._wake_first()
+        if not self.ready:
+            return None
+        return self.ranks[self.ready.pop() if len(self.ready) == 1 else self._choose()]
+
+    def _choose(self) -> int:
+        choice = self.schedule.choose(self.ready)
+        place = bisect_left(self.ready, choice)
+        if self.ready[place : place + 1] != [choice]:
+            raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {self.ready}.")
+        self.choices.append(choice)
+        return self.ready.pop(place)
+
+    def _call_back(self, rank: SimulatedRank, seconds: float) -> None:
+        order = self.progress = self.progress + 1
+        heapq.heappush(self.sleepers, (self.now_ns + round(seconds * 1e9), order, rank.index, rank.waits))
+
+    def _wake_due(self) -> None:
+        """A turn takes time; those who slept until now can run."""
+        self.now_ns += TURN_NS
+        while self.sleepers and self.sleepers[0][0] <= self.now_ns:
+            self._wake_first()
+
+    def _wake_first(self) -> None:
+        """The first of the sleepers, whose time comes now."""
+        when, _, index, waits = heapq.heappop(self.sleepers)
+        if self.ranks[index].waits == waits:  # else something else has woken it
+            self.now_ns = max(self.now_ns, when)
+            self.wake(self.ranks[index])
+
+
+def _foreign(owner: SimulatedRank | None, how: str) -> str:
+    whose = "of a simulated rank" if owner is None else f"of rank {owner.index}"
+    return (
+        f"a process group or context {whose} was used {how}: simulated ranks share modules and closures, so keep them "
+        "in the rank program's own variables and not in globals."
+    )
+
+
+def _fulfil(rank: SimulatedRank) -> None:
+    owed, rank.owed = rank.owed, []
+    for work in owed:
+        work.fulfil()
+
+
+def _variables(world_size: int) -> dict[bytes, bytes]:
+    """The caller's environment, and what a launcher adds to it but for the rank itself; nobody listens at the port."""
+    size = str(world_size).encode()
+    launched = {b"WORLD_SIZE": size, b"LOCAL_WORLD_SIZE": size, b"MASTER_ADDR": b"127.0.0.1", b"MASTER_PORT": b"29500"}
+    return environment() | launched
