@@ -172,6 +172,15 @@ def test_a_stopped_rank_counts_from_when_it_was_seen_stopped():
     assert bench.watch.liveness({})[1].state == "stopped" and bench.watch.stuck == (0, 1)
 
 
+def test_a_rank_that_is_quiet_and_stopped_is_called_stopped(bench):
+    bench.read(0, GROUP, joined(1))
+    bench.read(1, GROUP)
+    bench.now += 10.1
+    bench.read(1, stopped=True)
+    assert not bench.judge() and bench.judge()
+    assert [look.state for look in bench.watch.liveness({})] == ["running", "stopped"]
+
+
 def test_a_truncated_ledger_proves_nothing():
     bench = Bench(stall_after_s=1.0)
     bench.read(0, GROUP, joined(1), truncated=True)

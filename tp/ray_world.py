@@ -71,7 +71,7 @@ class RayWorld:
 
     @property
     def name(self) -> str:
-        """ "ray+gloo" or "ray+nccl"."""
+        """As in WorldRun.world: ray+gloo or ray+nccl."""
         return f"ray+{self._backend}"
 
     @property

@@ -153,12 +153,12 @@ class RunWatch:
         end = seen.ledger.end
         if end is not None:
             return Liveness(state="dead" if end.how in ("killed", "exited") else "ended", detail=end.message)
-        if seen.stopped_since is not None and now - seen.stopped_since >= self._stall_after_s:
-            return Liveness(state="stopped", detail="suspended, as by SIGSTOP")
         if WORLD not in seen.ledger.groups:
             return self._look_at_joining(now)
-        quiet_s = now - seen.last_event_at
-        if quiet_s >= self._stall_after_s and not seen.waits():
+        quiet_s = 0.0 if seen.waits() else now - seen.last_event_at
+        if seen.stopped_since is not None and max(quiet_s, now - seen.stopped_since) >= self._stall_after_s:
+            return Liveness(state="stopped", detail="suspended, as by SIGSTOP")
+        if quiet_s >= self._stall_after_s:
             return Liveness(state="stalled", detail=f"no progress outside any collective for {quiet_s:.1f} s")
         return Liveness(state="running")
 
