@@ -12,7 +12,7 @@ from tpbed.harness.scenario import HeadFormat, Logits, Scenario, ScenarioError
 from tpbed.harness.smollm2 import head_weight
 from tpbed.harness.smollm2 import hidden_states as trained_states
 from tpbed.selector.head import DenseHead
-from tpbed.selector.quantized import Fp8Head, dequantise_fp8, pack_fp8_per_channel
+from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.reference import error_bound, reference_logits
 from tpbed.selector.shard import VocabShard
 
@@ -46,7 +46,12 @@ def build_head(
         return DenseHead(weight=dense.to(device), shard=shard)
     packed, scale = _packed(_weight_key(scenario), plan.weight_seed)
     scales = build_shard(scenario, rank if scale_of is None else scale_of).shard_rows(scale)
-    return Fp8Head(weight=shard.shard_rows(packed).to(device), weight_scale=scales.to(device), shard=shard)
+    return Fp8Head(
+        weight=shard.shard_rows(packed).to(device),
+        weight_scale=scales.to(device),
+        shard=shard,
+        quant_method=Fp8PerChannelMethod(quantize_activations=False),  # what true_logits can bound, on any device
+    )
 
 
 def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:

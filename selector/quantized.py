@@ -35,23 +35,29 @@ def dequantise_fp8(packed: Tensor, scale: Tensor) -> Tensor:
     return packed.double() * scale.double()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8PerChannelMethod:
     """The product with an Fp8Head, on the kernel that its device has.
+
+    quantize_activations: allow W8A8 where the device has it; without, W8A16 everywhere: one answer on any device.
 
     CPU, and CUDA where the kernel below does not fit: W8A16. Activations keep their bfloat16 or float32 values, weight
     rows are widened to float32 in tiles of 16 MiB, sums are float32, the scale multiplies the sum, one rounding to
     layer.logits_dtype follows.
-    CUDA, compute capability 9.0 and up: W8A8 through torch._scaled_mm. Activations are quantized per row as well
-    (dynamic, amax / 448), which moves each by up to 1/16 of itself: other logits than W8A16 gives, by design.
+    CUDA, compute capability 9.0 and up, if allowed: W8A8 through torch._scaled_mm. Activations are quantized per row
+    as well (dynamic, amax / 448), which moves each by up to 1/16 of itself: other logits than W8A16 gives, by design.
     The kernel is chosen from facts that all ranks share if their devices are alike; uneven shards always take W8A16.
     """
+
+    quantize_activations: bool = True
 
     def apply(self, layer: Fp8Head, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits (rows, layer.shard.width) in layer.logits_dtype, padding columns included and unmasked.
 
         x: (rows, hidden units) float16, bfloat16 or float32. bias: (width,) or None.
         """
-        logits = apply_scaled_mm(layer, x) if fits_scaled_mm(layer, x) else apply_in_tiles(layer, x)
+        fits = self.quantize_activations and fits_scaled_mm(layer, x)
+        logits = apply_scaled_mm(layer, x) if fits else apply_in_tiles(layer, x)
         return logits if bias is None else (logits + bias).to(layer.logits_dtype)
 
 

@@ -17,6 +17,8 @@ from tpbed.selector.shard import VocabShard
 
 FP8 = torch.float8_e4m3fn
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def gaussian(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
@@ -198,12 +200,25 @@ def test_the_cuda_kernel_is_chosen_from_sizes_dtype_and_capability_and_never_for
     assert not fits_scaled_mm(head, on_cuda(2, 16))
 
 
+@pytest.mark.skipif(
+    TORCH < (2, 13), reason="before torch 2.13 the CPU kernel of _scaled_mm takes one scale, not one per row"
+)
 def test_w8a8_is_the_product_of_activations_that_are_packed_like_weights():
     weight, hidden = gaussian(64, 32, seed=1), gaussian(5, 32, seed=2).bfloat16()
     head = Fp8Head.from_full(weight, VocabShard.even(0, 1, 64))
     packed_hidden, full = dequantise_fp8(*pack_fp8_per_channel(hidden)), dequantise_fp8(head.weight, head.weight_scale)
     error = (quantized.apply_scaled_mm(head, hidden).double() - reference_logits(packed_hidden, full)).abs()
     assert (error <= error_bound(packed_hidden, full, torch.bfloat16)).all()
+
+
+def test_a_method_that_may_not_quantize_activations_never_takes_w8a8(monkeypatch):
+    monkeypatch.setattr(quantized, "fits_scaled_mm", lambda layer, x: True)
+    monkeypatch.setattr(quantized, "apply_scaled_mm", lambda layer, x: "w8a8")
+    head = Fp8Head.from_full(gaussian(64, 32, seed=1), VocabShard.even(0, 1, 64))
+    hidden = gaussian(5, 32, seed=2).bfloat16()
+    assert Fp8PerChannelMethod().apply(head, hidden) == "w8a8"
+    careful = Fp8PerChannelMethod(quantize_activations=False).apply(head, hidden)
+    assert torch.equal(careful, quantized.apply_in_tiles(head, hidden))
 
 
 def test_heads_say_the_dtype_of_their_logits_and_not_of_their_storage():

@@ -172,7 +172,7 @@ def test_the_callers_own_groups_are_as_before():
 
 def test_errors_of_a_program_about_groups_are_its_own():
     def program(rank):
-        with pytest.raises(ValueError, match="Rank 5 is out of range"):
+        with pytest.raises(ValueError, match="Rank 5 is out of range|within the world_size"):
             dist.new_group([0, 5])
         with pytest.raises(ValueError, match="twice"):
             dist.init_process_group("gloo")
