@@ -25,7 +25,7 @@ from tpbed.tp.fork_server import START_S, ForkError, ForkServer
 from tpbed.tp.job import Job, Station
 from tpbed.tp.reading import Reading, Threads
 
-ABORT_S = {"gloo": 0.5, "nccl": 3.0}  # for a rank to leave the program that is aborted; else its process is replaced
+ABORT_S = 3.0  # for a rank to leave the program that is aborted: long, as machines are loaded; else it is replaced
 _ABORT_AGAIN_S = 0.05
 _SEND_S = 5  # for a rank to take a job
 _DIE_S = 5.0  # for a killed process to be gone
@@ -189,7 +189,7 @@ class Supervisor:
         """Get a running rank out of its program, alive. False if it does not come in time."""
         if child.is_stopped():
             return False
-        deadline, asked, answered, is_out = time.monotonic() + ABORT_S[self._station.backend], 0, 0, False
+        deadline, asked, answered, is_out = time.monotonic() + ABORT_S, 0, 0, False
         try:
             while time.monotonic() < deadline and not (is_out and answered == asked):
                 if not is_out:  # again and again: it may just be opening what would have been shut down
