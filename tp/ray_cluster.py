@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import fcntl
 import logging
 import os
 import secrets
-import shutil
 import tempfile
 from pathlib import Path
 
 import ray
 
 from tpbed.tp.fork_server import ForkServer
+from tpbed.tp.janitor import Janitor
 
 SERVER = f"tpbed-{secrets.token_hex(8)}"  # the name of this driver's fork server on every node
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least: runs and results do not go through it
-_FOLDER, _LOCK = "tpbed-ray-", "in-use"
 _LONGEST_TEMP_DIR = 30  # characters: Ray puts sockets far below it, whose paths are limited to 107
-_locks: list[int] = []  # files that stay open
 
 
 class SharedServer:
@@ -75,7 +71,7 @@ def count_gpus() -> int:
 
 def _start(world_size: int) -> None:
     folder = _make_folder()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(Janitor(folder).close)
     atexit.register(ray.shutdown)
     ray.init(
         address="local",
@@ -90,14 +86,7 @@ def _start(world_size: int) -> None:
 
 
 def _make_folder() -> Path:
-    """A folder for Ray's logs and sockets, locked while this process lives; those of drivers that were killed go."""
+    """A folder for Ray's logs and sockets."""
     temp = tempfile.gettempdir()
     parent = Path(temp if len(temp) <= _LONGEST_TEMP_DIR else "/tmp")
-    for lock in parent.glob(f"{_FOLDER}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
-    _locks.append(os.open(folder / _LOCK, os.O_CREAT | os.O_RDONLY))
-    fcntl.flock(_locks[-1], fcntl.LOCK_EX)
-    return folder
+    return Path(tempfile.mkdtemp(prefix="tpbed-ray-", dir=parent))
