@@ -8,11 +8,23 @@ from dataclasses import dataclass, replace
 
 from tpbed.harness.decisions import Divergence, find_divergences
 from tpbed.harness.findings import Cause, Finding, name_ranks
+from tpbed.harness.messages import find_lone_messages, find_unfit_messages, tell_message
 from tpbed.harness.mismatch import find_mismatches, find_strided
-from tpbed.tp.ledger import CollectiveRecord, Ledger
+from tpbed.tp.ledger import CollectiveRecord, Ledger, MessageRecord
+from tpbed.tp.messages import Mail
 from tpbed.tp.world import Liveness
 
-TRANSPORT = ("Connection ", "gloo/transport", "NCCL", "Socket", "Broken pipe", "Timed out", "aborted")  # in its errors
+Record = CollectiveRecord | MessageRecord
+TRANSPORT = (
+    "Connection ",
+    "gloo/transport",
+    "NCCL",
+    "Socket",
+    "Broken pipe",
+    "Timed out",
+    "aborted",
+    "monitoredBarrier",
+)  # in its errors
 
 
 def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[Finding, ...]:
@@ -23,13 +35,18 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
     from a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
     """
     scene = _Scene(ledgers, liveness)
-    findings = [*find_mismatches(ledgers), *find_strided(ledgers)]
+    findings = [*find_mismatches(ledgers), *find_strided(ledgers), *find_unfit_messages(ledgers)]
     findings += _hangs(scene, findings)
     findings += _frozen(scene, findings)
     findings += _crashes(scene, findings)
     divergences = find_divergences(ledgers)
     if not findings:
-        findings = _shortfalls(scene) or [divergence.finding() for divergence in divergences[:1]]
+        findings = (
+            _incomplete(scene)
+            or _shortfalls(scene)
+            or find_lone_messages(ledgers)
+            or [divergence.finding() for divergence in divergences[:1]]
+        )
     return tuple(_with_decision(finding, divergences) for finding in findings)
 
 
@@ -40,14 +57,14 @@ class _Scene:
         self.ledgers, self.liveness = ledgers, liveness
         self.blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
         self.ended = [ledger.rank for ledger in ledgers if ledger.end is not None]
+        self._mail = Mail(ledgers)
 
-    def absent_from(self, record: CollectiveRecord) -> tuple[int, ...]:
-        """The members of the group that never joined this collective, or died or raised in it."""
-        members = self.ledgers[next(iter(self._waiting_in(record)))].groups[record.group]
+    def absent_from(self, record: Record, waiting: int) -> tuple[int, ...]:
+        """The ranks that never joined this collective or message of rank `waiting`, or died or raised in it."""
+        if isinstance(record, MessageRecord):
+            return self._mail.missing_ranks(waiting, record)
+        members = self.ledgers[waiting].groups[record.group]
         return tuple(rank for rank in members if self._is_absent(rank, record))
-
-    def _waiting_in(self, record: CollectiveRecord) -> list[int]:
-        return [r for r, other in self.blocked.items() if (other.group, other.seq) == (record.group, record.seq)]
 
     def _is_absent(self, rank: int, record: CollectiveRecord) -> bool:
         ledger = self.ledgers[rank]
@@ -57,21 +74,33 @@ class _Scene:
         return ledger.end is not None and ledger.end.how != "returned" and own.state != "completed"
 
 
-def _blocked_in(ledger: Ledger) -> CollectiveRecord | None:
-    """The collective that a rank waits in, or that the transport threw it out of."""
+def _blocked_in(ledger: Ledger) -> Record | None:
+    """The collective or message that a rank waits in, or that the transport threw it out of."""
     waiting = ledger.waiting_in()
     if waiting is not None:
         return waiting
-    last = ledger.collectives[-1] if ledger.collectives else None
+    last = _last(ledger)
     thrown_out = last is not None and last.state == "failed" and any(word in last.error for word in TRANSPORT)
     return last if thrown_out and ledger.end is not None and ledger.end.how == "raised" else None
 
 
+def _last(ledger: Ledger) -> Record | None:
+    """What the rank called last."""
+    last: tuple[Record, ...] = (*ledger.collectives[-1:], *ledger.messages[-1:])
+    return max(last, key=lambda record: record.started_ns, default=None)
+
+
+def _tell(record: Record) -> str:
+    if isinstance(record, MessageRecord):
+        return tell_message(record)
+    return f"{record.op} seq {record.seq} of group {record.group}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A collective that some ranks are blocked in and some will never join."""
+    """A collective that some ranks are blocked in and some will never join; or a message, and one rank in it."""
 
-    record: CollectiveRecord
+    record: Record
     waiting: tuple[int, ...]
     absent: tuple[int, ...]
     roots: tuple[int, ...]  # absent for a reason of their own
@@ -95,21 +124,29 @@ def _one_per_root(places: Sequence[_Place]) -> list[_Place]:
 
 
 def _places(scene: _Scene) -> list[_Place]:
-    by_place: dict[tuple[str, int], list[int]] = {}
+    by_place: dict[tuple[str, int, int | None], list[int]] = {}
     for rank, record in scene.blocked.items():
-        by_place.setdefault((record.group, record.seq), []).append(rank)
+        alone = rank if isinstance(record, MessageRecord) else None
+        by_place.setdefault((record.group, record.seq, alone), []).append(rank)
     return [place for ranks in by_place.values() if (place := _place(ranks, scene)).absent]
 
 
 def _place(ranks: list[int], scene: _Scene) -> _Place:
     record = scene.blocked[ranks[0]]
-    absent = tuple(rank for rank in scene.absent_from(record) if rank not in ranks)
+    absent = tuple(rank for rank in scene.absent_from(record, ranks[0]) if rank not in ranks)
     roots = tuple(rank for rank in absent if rank not in scene.blocked)
     return _Place(record, tuple(sorted(ranks)), absent, roots)
 
 
-def _follows(record: CollectiveRecord, mismatches: Sequence[Finding]) -> bool:
-    return any(m.group == record.group and m.seq is not None and record.seq >= m.seq for m in mismatches)
+def _follows(record: Record, mismatches: Sequence[Finding]) -> bool:
+    """Collectives and messages are numbered apart, so neither follows the other."""
+    return any(
+        m.group == record.group
+        and m.seq is not None
+        and record.seq >= m.seq
+        and (m.op in ("send", "recv")) == isinstance(record, MessageRecord)
+        for m in mismatches
+    )
 
 
 def _explain_hang(place: _Place, scene: _Scene) -> Finding:
@@ -124,7 +161,7 @@ def _explain_hang(place: _Place, scene: _Scene) -> Finding:
         group=record.group,
         step=record.step,
         waiting_ranks=tuple(sorted(scene.blocked)),
-        text=f"{record.op} seq {record.seq} of group {record.group} waits for {name_ranks(ranks)}, {fate}",
+        text=f"{_tell(record)} waits for {name_ranks(ranks)}, {fate}",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks),
     )
 
@@ -132,7 +169,7 @@ def _explain_hang(place: _Place, scene: _Scene) -> Finding:
 def _explain_cycle(places: Sequence[_Place], scene: _Scene) -> Finding:
     record = places[0].record
     ranks = tuple(sorted({rank for place in places for rank in place.waiting}))
-    waits = [f"{name_ranks(p.waiting)} in {p.record.op} seq {p.record.seq} of group {p.record.group}" for p in places]
+    waits = [f"{name_ranks(p.waiting)} in {_tell(p.record)}" for p in places]
     return Finding(
         kind="hang",
         ranks=ranks,
@@ -161,7 +198,7 @@ def _frozen(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
 
 
 def _cause_of_absence(ledger: Ledger, seen: Liveness) -> Cause:
-    last = ledger.collectives[-1] if ledger.collectives else None
+    last = _last(ledger)
     after = f"after {last.op} seq {last.seq}" if last else "before any collective"
     if ledger.end is None:
         how = "is stopped" if seen.state == "stopped" else "is busy outside any collective"
@@ -207,6 +244,31 @@ def _crashed(scene: _Scene, rank: int, found: Sequence[Finding]) -> bool:
         return False
     last = ledger.collectives[-1] if ledger.collectives else None
     return last is None or not _follows(last, found)
+
+
+def _incomplete(scene: _Scene) -> list[Finding]:
+    """A collective that all have joined and that yet holds them, where nothing that is recorded tells them apart."""
+    if not scene.blocked or any(ledger.end is None and ledger.rank not in scene.blocked for ledger in scene.ledgers):
+        return []
+    first = min(scene.blocked.values(), key=lambda record: record.started_ns)
+    ranks = tuple(r for r, other in scene.blocked.items() if (other.group, other.seq) == (first.group, first.seq))
+    return [
+        Finding(
+            kind="mismatch",
+            ranks=ranks,
+            op=first.op,
+            seq=first.seq,
+            group=first.group,
+            step=first.step,
+            waiting_ranks=ranks,
+            text=f"{_tell(first)} does not complete, though all have come: what they bring to it does not fit",
+            causes=tuple(_brings(rank, scene.blocked[rank]) for rank in ranks),
+        )
+    ]
+
+
+def _brings(rank: int, record: Record) -> Cause:
+    return Cause(rank=rank, text=f"rank {rank} brings {record.dtype} {record.shape}", site=record.site)
 
 
 def _shortfalls(scene: _Scene) -> list[Finding]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tpbed.harness.findings import Cause, Finding, name_ranks
+from tpbed.harness.misformed import find_misformed_groups
 from tpbed.tp.ledger import CollectiveRecord, Ledger
 
 Meeting = dict[int, CollectiveRecord]  # by rank: what each issued as its collective `seq` of a group
@@ -15,14 +16,18 @@ RAGGED = frozenset({"all_to_all", "gather_object"})  # ops whose contributions m
 
 
 def find_mismatches(ledgers: Sequence[Ledger]) -> list[Finding]:
-    """The first mismatch of each group: another op, dtype, shape, reduce op, root or step at the same seq.
+    """Groups made in different orders, and the first mismatch of each group.
+
+    A mismatch is another op, dtype, shape, reduce op, root or step at the same seq.
 
     Ranks that are out of step while their shapes match are found by step label, or, where a program has none, by call
     sites: a rank at a place that its peers pass at another seq.
     """
-    groups = dict.fromkeys(name for ledger in ledgers for name in ledger.groups)
+    misformed = find_misformed_groups(ledgers)
+    names = dict.fromkeys(name for ledger in ledgers for name in ledger.groups)
+    groups = [name for name in names if not any(name == finding.group for finding in misformed)]
     found = (_first_of_group(name, ledgers) for name in groups)
-    return [finding for finding in found if finding is not None]
+    return [*misformed, *(finding for finding in found if finding is not None)]
 
 
 def _first_of_group(group: str, ledgers: Sequence[Ledger]) -> Finding | None:

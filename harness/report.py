@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.scenario import Expected
-from tpbed.tp.ledger import CollectiveRecord, End, Ledger
+from tpbed.tp.ledger import CollectiveRecord, End, Ledger, MessageRecord
 from tpbed.tp.world import Liveness
 
 if TYPE_CHECKING:  # they need torch, and `tpbed show` needs only describe_expected
@@ -206,7 +206,7 @@ def _signal(number: int | None) -> str:
     return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
-def _name(record: CollectiveRecord, tell_group: bool, before_seq: str = "") -> str:
+def _name(record: CollectiveRecord | MessageRecord, tell_group: bool, before_seq: str = "") -> str:
     return f"{record.op} {before_seq}{record.seq}" + (f" of {record.group}" if tell_group else "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tpbed.tp.ledger import End, Event, Ledger, read_ledger
@@ -50,6 +51,27 @@ class Story:
         )
         if done:
             self.events.append(("state", group, seq, "completed", "", at + 1))
+        return self
+
+    def message(
+        self,
+        op: str,
+        peer: int | None,
+        *,
+        tag: int = 0,
+        dtype: str = "float32",
+        shape: Sequence[int] = (4,),
+        done: bool = True,
+        waited: bool = True,
+    ) -> Story:
+        seq = self.seqs["message"] = self.seqs.get("message", 0) + 1
+        layout = (dtype, list(shape), _contiguous(shape), 4 * math.prod(shape))
+        at = len(self.events)
+        self.events.append(("message", "world", seq, op, peer, tag, *layout, "pipe.py:1 pass_on", at))
+        if waited:
+            self.events.append(("message_wait", "world", seq))
+        if done:
+            self.events.append(("message_state", "world", seq, "completed", "", at + 1))
         return self
 
     def waits(self, op: str = "all_gather", **fields: object) -> Story:

@@ -240,3 +240,99 @@ def test_ledgers_with_the_culprit_swapped_are_told_apart(swapped):
 
 def test_ranks_are_named_in_runs():
     assert [name_ranks(r) for r in ((3,), (0, 1), (0, 1, 2, 5))] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5"]
+
+
+# Messages.
+
+
+def test_two_that_both_send_first_are_a_circle():
+    stories = Story(0, 2).message("send", 1, done=False), Story(1, 2).message("send", 0, done=False)
+    assert find_stuck(*tell(*stories)) == {0, 1}
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks) == ("hang", (0, 1)) and "circle" in finding.text
+
+
+def test_messages_that_have_met_are_under_way_and_prove_nothing():
+    stories = Story(0, 2).message("send", 1, done=False), Story(1, 2).message("recv", 0, done=False)
+    assert find_stuck(*tell(*stories)) == frozenset()
+
+
+@pytest.mark.parametrize("end", [Story.returns, Story.raises, Story.dies, Story.exits])
+@pytest.mark.parametrize(("op", "peer"), [("send", 1), ("recv", 1), ("recv", None)])
+def test_who_can_never_meet_a_message_is_named(end, op, peer):
+    stories = Story(0, 2).message(op, peer, done=False), end(Story(1, 2))
+    assert find_stuck(*tell(*stories)) == {0}
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks, finding.waiting_ranks, finding.op) == ("hang", (1,), (0,), op)
+
+
+@given(sent=st.integers(0, 3), received=st.integers(0, 3))
+def test_ends_pair_up_in_their_order(sent, received):
+    sender, receiver = Story(0, 2), Story(1, 2)
+    for number in range(max(sent, received)):
+        if number < sent:
+            sender.message("send", 1, done=number < received)
+        if number < received:
+            receiver.message("recv", 0, done=number < sent)
+    stories = sender if sent > received else sender.returns(), receiver if received > sent else receiver.returns()
+    expected = {0} if sent > received else {1} if received > sent else set()
+    assert find_stuck(*tell(*stories)) == expected
+    assert [finding.ranks for finding in diagnose(*tell(*stories))] == [(1 - rank,) for rank in expected]
+
+
+def test_a_pending_receive_from_anybody_can_take_a_send():
+    sender = Story(0, 3).message("send", 2, done=False)
+    taker = Story(2, 3).message("recv", None, done=False, waited=False).returns()
+    assert find_stuck(*tell(sender, Story(1, 3).returns(), taker)) == frozenset()
+    assert find_stuck(*tell(sender, Story(1, 3).returns(), Story(2, 3).returns())) == {0}
+
+
+def test_who_waits_for_anybody_is_freed_by_any_one_of_them():
+    waiting, gone = Story(0, 3).message("recv", None, done=False), Story(1, 3).raises()
+    assert find_stuck(*tell(waiting, gone, Story(2, 3))) == frozenset()
+    assert find_stuck(*tell(waiting, gone, Story(2, 3).message("recv", 0, done=False))) == {0, 2}
+
+
+def test_a_message_of_which_the_receiver_died_keeps_its_sender():
+    stories = Story(0, 2).message("send", 1, done=False), Story(1, 2).message("recv", 0, done=False).dies()
+    assert find_stuck(*tell(*stories)) == {0}
+    assert (only(*stories).kind, only(*stories).ranks) == ("hang", (1,))
+
+
+def test_messages_and_collectives_wait_for_each_other():
+    stories = Story(0, 2).waits(), Story(1, 2).message("recv", 0, done=False)
+    assert find_stuck(*tell(*stories)) == {0, 1}
+    assert (only(*stories).kind, only(*stories).ranks) == ("hang", (0, 1))
+
+
+def test_a_mismatch_of_messages_does_not_excuse_a_hang_of_collectives():
+    pair = Story(0, 3).message("send", 1), Story(1, 3).message("recv", 0, dtype="int32")
+    findings = diagnose(*tell(pair[0].waits(), pair[1].waits(), Story(2, 3).raises()))
+    assert [(found.kind, found.ranks) for found in findings] == [("mismatch", (0, 1)), ("hang", (2,))]
+
+
+def test_all_have_come_and_nobody_gets_out():
+    """Contributions of all_to_all may differ; when they do not fit, nothing else tells."""
+    stories = [Story(rank, 2).waits("all_to_all", shape=(4 + rank, 1)) for rank in range(2)]
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks) == ("mismatch", (0, 1)) and "does not fit" in finding.text
+
+
+# Groups.
+
+
+def test_the_rank_that_made_its_groups_in_another_order_is_named():
+    stories = [Story(rank, 3).group("1", (0, 1, 2) if rank != 1 else (1, 2)).returns() for rank in range(3)]
+    finding = only(*stories)
+    assert (finding.kind, finding.ranks, finding.group) == ("mismatch", (1,), "1")
+
+
+def test_of_two_ranks_neither_is_the_odd_one():
+    stories = [Story(0, 2).group("1", (0,)).returns(), Story(1, 2).group("1", (0, 1)).returns()]
+    assert only(*stories).ranks == (0, 1)
+
+
+def test_what_ranks_call_in_groups_that_are_not_the_same_is_not_compared():
+    alone = Story(0, 2).group("1", (0,)).calls("barrier", group="1").returns()
+    finding = only(alone, Story(1, 2).group("1", (0, 1)).waits("all_reduce", group="1"))
+    assert (finding.op, finding.ranks) == ("new_group", (0, 1))

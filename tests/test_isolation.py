@@ -61,6 +61,12 @@ def entered(make):
     return enter
 
 
+def record_warnings():
+    manager = warnings.catch_warnings(record=True)
+    manager.__enter__().append("mine")
+    return manager
+
+
 LEAKS = {
     "grad mode": ("TorchModes", lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
     "no_grad": ("TorchModes", entered(torch.no_grad), torch.is_grad_enabled),
@@ -104,6 +110,16 @@ LEAKS = {
         entered(lambda: warnings.catch_warnings(action="ignore", category=BytesWarning)),
         lambda: [entry for entry in warnings.filters if entry[2] is BytesWarning and entry[0] == "ignore"],
     ),
+    "recorded warnings": (
+        "WarningFilters",
+        lambda: record_warnings(),
+        lambda: "mine" in getattr(warnings._showwarnmsg_impl, "__self__", ()),
+    ),
+    "shown warnings": (
+        "WarningFilters",
+        lambda: setattr(warnings, "showwarning", print),
+        lambda: warnings.showwarning is print,
+    ),
     "variable": ("Environment", lambda: os.environ.update({NAME: "1"}), lambda: os.environ.get(NAME)),
     "variable in bytes": (
         "Environment",
@@ -121,7 +137,7 @@ LEAKS = {
 def clean_up():
     """The tests without a register leave in this process what the register would have kept out of it."""
     variables, generator, gauss = dict(os.environ), np.random.get_bit_generator(), np.random.get_state()
-    filters = list(warnings.filters)
+    filters, shows = list(warnings.filters), (warnings.showwarning, warnings._showwarnmsg_impl)
     guard = torch._C._InferenceMode(False)
     guard.__enter__()
     yield
@@ -139,6 +155,7 @@ def clean_up():
     np.random.set_bit_generator(generator)
     np.random.set_state(gauss)
     warnings.filters[:] = filters
+    warnings.showwarning, warnings._showwarnmsg_impl = shows
     os.environ.clear()
     os.environ.update(variables)
 

@@ -54,3 +54,19 @@ def test_a_replay_of_another_program_is_refused(recorded, asked, said):
     with pytest.raises(ScheduleError) as refused:
         choices(Replayed(recorded), asked)
     assert said in str(refused.value)
+
+
+@given(asked=RUNNABLE, seed=st.integers(), taken=st.integers(0, 20))
+def test_when_its_choices_are_used_up_a_replay_can_go_on_as_another_schedule(asked, seed, taken):
+    recorded = choices(Seeded(seed), asked)[:taken]
+    replay = Replayed(recorded, then=RoundRobin())
+    expected = recorded + choices(RoundRobin(), asked[len(recorded) :])
+    assert choices(replay, asked) == choices(replay, asked) == expected
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [RoundRobin(), Seeded(7), Replayed([1, 0]), Replayed([], then=RoundRobin()), Replayed([2], then=Seeded(1))],
+)
+def test_a_schedule_can_be_told_on_one_line(schedule):
+    assert repr(eval(repr(schedule))) == repr(schedule)

@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -493,14 +492,29 @@ def test_another_thread_of_a_rank_is_refused():
     assert SimulatedWorld(2).run(program).results == (1, 1)
 
 
+@torch.library.custom_op("tpbed_test::wait", mutates_args=())
+def wait_in_an_operator(value: torch.Tensor) -> torch.Tensor:
+    called_outside.pop().wait()
+    return value.clone()
+
+
+called_outside = []
+
+
 def in_backward(rank):
     value = torch.ones(2, requires_grad=True)
     value.register_hook(lambda grad: dist.all_reduce(grad.clone()))
     (value * 2).sum().backward()
 
 
+@torch.library.custom_op("tpbed_test::meet", mutates_args=())
+def meet_in_an_operator(value: torch.Tensor) -> torch.Tensor:
+    dist.barrier()
+    return value.clone()
+
+
 def in_an_operator(rank):
-    functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD).sum()
+    torch.ops.tpbed_test.meet(torch.ones(1))
 
 
 def in_a_callback(rank):
@@ -527,15 +541,6 @@ def test_waiting_where_torch_would_mix_up_ranks_is_refused_by_name(program, insi
     assert SimulatedWorld(1).run(program).ledgers[0].end.how == "returned"  # alone, it need not wait
 
 
-@torch.library.custom_op("tpbed_test::wait", mutates_args=())
-def wait_in_an_operator(value: torch.Tensor) -> torch.Tensor:
-    called_outside.pop().wait()
-    return value.clone()
-
-
-called_outside = []
-
-
 def test_a_handle_is_not_waited_on_in_an_operator_either():
     def program(rank):
         called_outside.append(dist.barrier(async_op=True))
@@ -552,9 +557,6 @@ def test_a_handle_is_not_waited_on_in_an_operator_either():
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: dist.send(torch.ones(1), 1 - dist.get_rank()), "send"),
-        (lambda: dist.recv(torch.ones(1), 1 - dist.get_rank()), "recv"),
-        (lambda: dist.monitored_barrier(dist.new_group(backend="gloo")), "monitored_barrier"),
         (lambda: dist.all_reduce(torch.ones(2).to_sparse()), "sparse"),
         (lambda: dist.distributed_c10d._get_default_store().get("key"), "Store.get"),
     ],

@@ -16,6 +16,7 @@ It follows gloo (torch 2.13, measured), which real runs use, and is nowhere kind
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -97,8 +98,20 @@ def _totals(parts: Sequence[Part], values: list[Tensor]) -> list[Tensor]:
 
 def all_reduce(parts: Sequence[Part]) -> None:
     """Every part's input becomes the total."""
-    tensors = [_memory(part.inputs[0]) for part in parts]
+    tensors = [_memory(part.inputs[0]) if len(part.inputs) == 1 else _row(part.inputs) for part in parts]
     torch._foreach_copy_(tensors, _totals(parts, tensors))
+    for part, row in zip(parts, tensors, strict=True):
+        if len(part.inputs) > 1:
+            _share_out(row, part.inputs)
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _share_out(row: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, values in zip(tensors, row.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
 
 
 def reduce(parts: Sequence[Part]) -> None:
@@ -161,6 +174,32 @@ def _all_gather_bytes(parts: Sequence[Part], sent: list[Tensor]) -> None:
         outputs = part.outputs[0].chunk(len(parts)) if part.whole else part.outputs
         for output, values in zip(outputs, flat, strict=False):
             _deliver(output, values)
+
+
+@dataclass
+class _Piece:
+    """What one member brings to one of several collectives that go as one."""
+
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    fold: Fold | None
+    whole: bool
+    terms: tuple[str, int, Any] = ("", -1, None)
+    splits: tuple[list[int], list[int]] | None = None
+
+
+def all_gather_coalesced(parts: Sequence[Part]) -> None:
+    """One all_gather after the other; the outputs of each are as many as there are members."""
+    size = len(parts)
+    for number in range(len(parts[0].inputs)):
+        ours = slice(number * size, (number + 1) * size)
+        all_gather([_Piece([part.inputs[number]], part.outputs[ours], None, False) for part in parts])
+
+
+def reduce_scatter_coalesced(parts: Sequence[Part]) -> None:
+    """One reduce_scatter after the other."""
+    for number in range(len(parts[0].inputs)):
+        reduce_scatter([_Piece([part.inputs[number]], [part.outputs[number]], part.fold, True) for part in parts])
 
 
 def broadcast(parts: Sequence[Part]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 WORLD = "world"  # the ledger's name of the default group
+
+DROPPED = "dropped: nobody holds its handle any more, so gloo has taken it back"  # the error of such a message
 
 State = Literal["scheduled", "started", "completed", "failed"]
 EndHow = Literal["returned", "raised", "exited", "killed"]
@@ -33,6 +36,29 @@ class CollectiveRecord:
     error: str = ""
     started_ns: int = 0
     ended_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRecord:
+    """One message as the rank sends or receives it. Messages have numbers of their own, as in NCCL."""
+
+    group: str
+    seq: int  # counts the rank's messages in this group, sent and received, from 1
+    op: Literal["send", "recv"]
+    peer: int | None  # rank within the group; None: from whoever sends, until it is known
+    tag: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    payload_bytes: int
+    site: str = ""  # as of a collective
+    step: str = ""
+    state: State = "started"
+    waited: bool = False
+    error: str = ""
+    started_ns: int = 0
+    ended_ns: int | None = None
+    anysource: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +105,7 @@ class Ledger:
     world_size: int
     groups: dict[str, tuple[int, ...]]  # name to global ranks, in group order
     collectives: tuple[CollectiveRecord, ...] = ()
+    messages: tuple[MessageRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
     marks: tuple[Mark, ...] = ()
     steps: tuple[str, ...] = ()
@@ -90,11 +117,12 @@ class Ledger:
         """The rank's collectives in one group, by seq."""
         return tuple(record for record in self.collectives if record.group == group)
 
-    def waiting_in(self) -> CollectiveRecord | None:
-        """The collective that the rank is blocked in, if it is in one."""
+    def waiting_in(self) -> CollectiveRecord | MessageRecord | None:
+        """The collective or message that the rank is blocked in, if it is in one."""
         if self.end is not None:
             return None
-        return next((r for r in self.collectives if r.waited and r.state in ("scheduled", "started")), None)
+        records: Iterable[CollectiveRecord | MessageRecord] = chain(self.collectives, self.messages)
+        return next((r for r in records if r.waited and r.state in ("scheduled", "started")), None)
 
 
 def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncated: bool = False) -> Ledger:
@@ -111,6 +139,7 @@ def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncate
         world_size=world_size,
         groups=book.groups,
         collectives=tuple(CollectiveRecord(**fields) for fields in book.collectives.values()),
+        messages=tuple(MessageRecord(**fields) for fields in book.messages.values()),
         decisions=tuple(book.decisions),
         marks=tuple(book.marks),
         steps=tuple(book.steps),
@@ -124,6 +153,7 @@ class _Book:
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.collectives: dict[tuple[str, int], dict[str, Any]] = {}  # the fields of each record
+        self.messages: dict[tuple[str, int], dict[str, Any]] = {}
         self.decisions: list[Decision] = []
         self.marks: list[Mark] = []
         self.steps: list[str] = []
@@ -177,6 +207,29 @@ class _Book:
     def wait(self, group: str, seq: int) -> None:
         self.collectives[group, seq]["waited"] = True
 
+    def message(self, group: str, seq: int, op: str, peer: int | None, tag: int, *fields: Any) -> None:
+        self.messages[group, seq] = {
+            "group": group,
+            "seq": seq,
+            "op": op,
+            "peer": peer,
+            "tag": tag,
+            "step": self.step,
+            "anysource": peer is None,
+            **dict(zip(_MESSAGE_FIELDS, fields, strict=True)),
+        }
+        layout = self.messages[group, seq]
+        layout.update(shape=tuple(layout["shape"]), stride=tuple(layout["stride"]))
+
+    def message_changes(self, group: str, seq: int, state: State, error: str, at_ns: int) -> None:
+        self.messages[group, seq].update(state=state, error=error, ended_ns=at_ns)
+
+    def message_waits(self, group: str, seq: int) -> None:
+        self.messages[group, seq]["waited"] = True
+
+    def message_comes(self, group: str, seq: int, source: int) -> None:
+        self.messages[group, seq]["peer"] = source
+
     def decision(self, name: str, value: str, because: str, site: str) -> None:
         self.decisions.append(
             Decision(name=name, value=value, because=because, site=site, step=self.step, issued=len(self.collectives))
@@ -195,6 +248,7 @@ class _Book:
         self.end = End(**dict(zip(END_FIELDS, fields, strict=True)))
 
 
+_MESSAGE_FIELDS = ("dtype", "shape", "stride", "payload_bytes", "site", "started_ns")
 END_FIELDS = ("how", "error_type", "message", "site", "traceback", "exit_code", "signal", "at_ns")
 
 _FOLD: dict[str, Callable[..., None]] = {
@@ -202,6 +256,10 @@ _FOLD: dict[str, Callable[..., None]] = {
     "start": _Book.start,
     "state": _Book.change,
     "wait": _Book.wait,
+    "message": _Book.message,
+    "message_state": _Book.message_changes,
+    "message_wait": _Book.message_waits,
+    "message_from": _Book.message_comes,
     "decision": _Book.decision,
     "mark": _Book.mark,
     "step": _Book.step_begins,

@@ -51,6 +51,28 @@ def require_alike(op: str, tensors: Sequence[Tensor], like: Tensor, of: Tensor |
             )
 
 
+def require_each_alike(op: str, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+    """Every tensor has shape, dtype and device of its counterpart."""
+    if len(tensors) != len(like):
+        raise RuntimeError(f"{op}: invalid output size: (expected length {len(like)}, got {len(tensors)})")
+    for index, (tensor, other) in enumerate(zip(tensors, like, strict=True)):
+        if tensor.shape != other.shape:
+            raise RuntimeError(
+                f"{op}: invalid size of output tensor at index {index} (expected length {_sizes(other.shape)}, "
+                f"got {_sizes(tensor.shape)})"
+            )
+        require_alike(op, [tensor], other)
+
+
+def require_one_dtype(tensors: Sequence[Tensor]) -> None:
+    """Of one dtype, all of them, and there is one at least."""
+    if not tensors:
+        raise NotImplementedError("There were no tensor arguments to this function")
+    for tensor in tensors:
+        if tensor.dtype is not tensors[0].dtype:
+            raise RuntimeError(f"Invalid usage of tensors with different dtypes: {tensors[0].dtype}, {tensor.dtype}")
+
+
 def _sizes(shape: torch.Size) -> str:
     return f"({', '.join(map(str, shape))})"
 

@@ -173,6 +173,7 @@ class RankProcess:
             asynchronous=self._watch is not None,
             watch=None if self._watch is None else self._watch_work,
         )
+        group.registered_name = options.group_id
         self._groups.append(group)
         return group
 

@@ -281,6 +281,8 @@ def _is_clean(ledgers: Sequence[Ledger]) -> bool:
         return False
     if any(set(ledger.groups) != {WORLD} for ledger in ledgers):
         return False
+    if any(message.state != "completed" for ledger in ledgers for message in ledger.messages):
+        return False
     return len({tuple(map(_signature, ledger.collectives)) for ledger in ledgers}) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import typing_extensions
 from torch import Tensor
 
 from tpbed.tp.ledger import END_FIELDS, End, Event, State
@@ -18,22 +20,25 @@ Sink = Callable[[Event], None]
 Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
 
 _HERE = str(Path(__file__).parent)
-_SKIP = (_HERE, f"{Path(sys.modules['torch'].__file__ or '').parent}", "<frozen")
+_BETWEEN = tuple(str(module.__file__) for module in (contextlib, typing_extensions))  # wrap functions of torch
+_SKIP = (_HERE, f"{Path(sys.modules['torch'].__file__ or '').parent}", "<frozen", *_BETWEEN)
 
 
 class Recorder:
     """One rank's pen: `sink` takes each event at once, `clock` dates it."""
 
-    __slots__ = ("_clock", "_sink", "seqs")
+    __slots__ = ("_clock", "_sink", "message_seqs", "seqs")
 
     def __init__(self, sink: Sink, clock: Clock) -> None:
         self._sink = sink
         self._clock = clock
         self.seqs: dict[str, int] = {}  # the last seq issued in each group
+        self.message_seqs: dict[str, int] = {}
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         """A process group was formed; ranks are global, in group order."""
         self.seqs.setdefault(name, 0)
+        self.message_seqs.setdefault(name, 0)
         self._sink(("group", name, list(ranks)))
 
     def start(
@@ -61,6 +66,25 @@ class Recorder:
     def wait(self, group: str, seq: int) -> None:
         """The rank blocks on a collective that it had issued without waiting."""
         self._sink(("wait", group, seq))
+
+    def message(self, group: str, op: str, peer: int | None, tag: int, payload: Tensor) -> int:
+        """A message is about to be sent or received; peer as in MessageRecord. Returns its seq."""
+        seq = self.message_seqs[group] = self.message_seqs[group] + 1
+        site = call_site(sys._getframe(1))
+        self._sink(("message", group, seq, op, peer, tag, *_layout(payload), site, self._clock()))
+        return seq
+
+    def message_state(self, group: str, seq: int, state: State, error: str = "") -> None:
+        """A message was sent or received, or failed."""
+        self._sink(("message_state", group, seq, state, error, self._clock()))
+
+    def message_wait(self, group: str, seq: int) -> None:
+        """The rank blocks until a message is sent or received."""
+        self._sink(("message_wait", group, seq))
+
+    def message_from(self, group: str, seq: int, source: int) -> None:
+        """Who sent it, where anybody might have."""
+        self._sink(("message_from", group, seq, source))
 
     def decision(self, name: str, value: object, because: str) -> None:
         """The rank chose `value` for `name` from facts of its own."""

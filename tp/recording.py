@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from tpbed.tp.coalesced import method_of
+from tpbed.tp.ledger import DROPPED
 from tpbed.tp.rank import Call, RankContext
 from tpbed.tp.recorder import Recorder
 
@@ -70,6 +72,70 @@ class RecordedWork(dist.Work):
             self._recorder.state(*self._place, state, error)
 
 
+class RecordedMessage(dist.Work):
+    """A handle of a recorded message, as RecordedWork is of a collective; unless waited on, it is never seen to end."""
+
+    def __init__(self, inner: dist.Work, recorder: Recorder, group: str, seq: int, *, anysource: bool) -> None:
+        super().__init__()
+        self._inner, self._recorder, self._place = inner, recorder, (group, seq)
+        self._anysource, self._done, self._failed = anysource, False, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the peer has taken or sent the message, or raise what the transport raises."""
+        if self._done:
+            return True
+        self._recorder.message_wait(*self._place)
+        try:
+            answer = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
+        except BaseException as error:
+            self._failed = True
+            self._recorder.message_state(*self._place, "failed", f"{type(error).__name__}: {error}")
+            raise
+        self._finish()
+        return answer
+
+    def __del__(self) -> None:
+        """gloo takes a message back whose handle is dropped before its other end has come."""
+        if not self._failed and getattr(self._inner, "done", True) is False:
+            self._recorder.message_state(*self._place, "failed", DROPPED)
+
+    def _finish(self) -> None:
+        self._done = True
+        if self._anysource:
+            self._recorder.message_from(*self._place, self._source_rank())
+        self._recorder.message_state(*self._place, "completed")
+
+    def is_completed(self) -> bool:
+        """As the transport's own handle; gloo's says so only once it was waited on."""
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        """As the transport's own handle."""
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        """As the transport's own handle."""
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        """As the transport's own handle."""
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        """As the transport's own handle."""
+        self._inner.synchronize()
+
+    def get_future(self) -> Any:
+        """As the transport's own handle."""
+        return self._inner.get_future()
+
+    def source_rank(self) -> int:
+        """Who sent it, as a rank within the group."""
+        return int(self._inner._source_rank())
+
+    _source_rank = source_rank  # the name that torch.distributed uses
+
+
 class SwallowedWork(dist.Work):
     """The handle of a collective that a hook swallowed: done at once."""
 
@@ -105,6 +171,13 @@ class RecordingGroup(dist.ProcessGroup):
         self.inner, self._context, self.label = inner, context, label
         self._asynchronous, self._watch = asynchronous, watch
         context.recorder.group(label, ranks)
+
+    registered_name = ""  # in torch's C++ registry, by which functional collectives find it
+
+    @property
+    def group_name(self) -> Any:
+        """The same; a group of a Python class does not remember it by itself."""
+        return self.registered_name
 
     def getBackendName(self) -> str:
         """The name that torch.distributed.get_backend reports."""
@@ -170,6 +243,73 @@ class RecordingGroup(dist.ProcessGroup):
         """dist.barrier."""
         return self._issue("barrier", "barrier", None, None, None, opts)
 
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """dist.all_reduce_coalesced; all_reduce under a coalescing manager."""
+        return self._issue(
+            "allreduce_coalesced", "all_reduce_coalesced", None, tensors, next(iter(tensors), None), opts
+        )
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """dist.all_gather_coalesced."""
+        return self._issue(
+            "allgather_coalesced", "all_gather_coalesced", outputs, inputs, next(iter(inputs), None), opts
+        )
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """all_gather_into_tensor under a coalescing manager, up to torch 2.12."""
+        method = "allgather_into_tensor_coalesced"
+        return self._issue(method, "all_gather_coalesced", outputs, inputs, next(iter(inputs), None), opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """all_gather_single under a coalescing manager, from torch 2.13."""
+        return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """reduce_scatter_tensor under a coalescing manager, up to torch 2.12."""
+        method = "reduce_scatter_tensor_coalesced"
+        return self._issue(method, "reduce_scatter_coalesced", outputs, inputs, next(iter(inputs), None), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """reduce_scatter_single under a coalescing manager, from torch 2.13."""
+        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """dist.monitored_barrier; it waits where it is called."""
+        recorder = self._context.recorder
+        seq = recorder.start(self.label, "monitored_barrier", None)
+        try:
+            self.inner.monitored_barrier(timeout, wait_all_ranks)
+        except BaseException as error:
+            recorder.state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
+            raise
+        recorder.state(self.label, seq, "completed")
+
+    def send(self, tensors: Any, peer: int, tag: int) -> dist.Work:
+        """dist.send and dist.isend."""
+        return self._pass_on("send", tensors, peer, tag)
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> dist.Work:
+        """dist.recv and dist.irecv."""
+        return self._pass_on("recv", tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
+        """dist.recv and dist.irecv without a source."""
+        return self._pass_on("recv", tensors, None, tag)
+
+    def _pass_on(self, op: str, tensors: Any, peer: int | None, tag: int) -> dist.Work:
+        """A message; hooks, which count collectives, do not see it."""
+        recorder = self._context.recorder
+        if self._asynchronous:
+            raise NotImplementedError(f"{op} over NCCL is not recorded yet: use gloo or a simulated world for it.")
+        seq = recorder.message(self.label, op, peer, tag, tensors[0])
+        method = getattr(self.inner, "recv_anysource" if peer is None else op)
+        try:
+            work = method(tensors, tag) if peer is None else method(tensors, peer, tag)
+        except BaseException as error:
+            recorder.message_state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
+            raise
+        return RecordedMessage(work, recorder, self.label, seq, anysource=peer is None)
+
     def _issue(self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, *extra: Any) -> dist.Work:
         seq = self._context.recorder.seqs[self.label] + 1
         call = Call(
@@ -202,7 +342,7 @@ class RecordingGroup(dist.ProcessGroup):
             state="scheduled" if self._asynchronous else "started",
         )
         try:
-            work = getattr(self.inner, call.method)(*_arguments(call))
+            work = method_of(self.inner, call.method)(*_arguments(call))
         except BaseException as error:
             recorder.state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
             raise

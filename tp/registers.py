@@ -171,23 +171,27 @@ class DefaultType:
 
 
 class WarningFilters:
-    """The filters of the `warnings` module, which catch_warnings replaces and the others change in place."""
+    """What catch_warnings replaces: the filters of the `warnings` module, and the functions that show a warning."""
 
     def save(self) -> Any:
-        """The list itself."""
-        return warnings.filters
+        """The list of filters itself, and the functions."""
+        return _WARNINGS.filters, _WARNINGS.showwarning, _WARNINGS._showwarnmsg_impl
 
     def load(self, saved: Any) -> None:
         """What warnings has found out with other filters is void."""
-        if warnings.filters is not saved:
-            warnings.filters = saved
+        filters, show, record = saved
+        if _WARNINGS.filters is not filters:
+            _WARNINGS.filters = filters
             _FILTERS_CHANGED()
+        if _WARNINGS.showwarning is not show or _WARNINGS._showwarnmsg_impl is not record:
+            _WARNINGS.showwarning, _WARNINGS._showwarnmsg_impl = show, record
 
     def start(self, start: Start) -> Any:
         """A copy of the caller's."""
-        return list(start.filters)
+        return list(start.filters), *self.save()[1:]
 
 
+_WARNINGS: Any = warnings
 _FILTERS_CHANGED: Callable[[], None] = vars(warnings).get("_filters_mutated", lambda: None)
 
 

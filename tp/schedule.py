@@ -35,6 +35,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = 0
 
+    def __repr__(self) -> str:
+        return "RoundRobin()"
+
     def begin(self) -> None:
         """Start over with the lowest rank."""
         self._last = 0
@@ -53,6 +56,9 @@ class Seeded:
         self.seed = seed
         self._random = random.Random(seed)
 
+    def __repr__(self) -> str:
+        return f"Seeded({self.seed})"
+
     def begin(self) -> None:
         """Start over from the seed."""
         self._random.seed(self.seed)
@@ -63,15 +69,24 @@ class Seeded:
 
 
 class Replayed:
-    """The choices of a recorded run (SimulatedWorld.choices), in their order."""
+    """The choices of a recorded run (SimulatedWorld.choices), in their order.
 
-    def __init__(self, choices: Sequence[int]) -> None:
-        self.choices = tuple(choices)
+    then: chooses when they are used up; without it, they must last for the whole run.
+    """
+
+    def __init__(self, choices: Sequence[int], then: Schedule | None = None) -> None:
+        self.choices, self.then = tuple(choices), then
         self._taken = 0
+
+    def __repr__(self) -> str:
+        then = "" if self.then is None else f", then={self.then!r}"
+        return f"Replayed({list(self.choices)}{then})"
 
     def begin(self) -> None:
         """Start over with the first choice."""
         self._taken = 0
+        if self.then is not None:
+            self.then.begin()
 
     def choose(self, runnable: Sequence[int]) -> int:
         """The next recorded choice.
@@ -79,10 +94,7 @@ class Replayed:
         Raises ScheduleError if there is none, or if that rank cannot run: the program is not the recorded one.
         """
         if self._taken == len(self.choices):
-            raise ScheduleError(
-                f"all {self._taken} recorded choices are taken and ranks {list(runnable)} could still run: "
-                "replay the program that was recorded, with its arguments and world size."
-            )
+            return self._go_on(runnable)
         choice = self.choices[self._taken]
         self._taken += 1
         if choice not in runnable:
@@ -91,3 +103,11 @@ class Replayed:
                 "replay the program that was recorded, with its arguments and world size."
             )
         return choice
+
+    def _go_on(self, runnable: Sequence[int]) -> int:
+        if self.then is not None:
+            return self.then.choose(runnable)
+        raise ScheduleError(
+            f"all {self._taken} recorded choices are taken and ranks {list(runnable)} could still run: "
+            "replay the program that was recorded, with its arguments and world size."
+        )

@@ -1,6 +1,7 @@
-"""SimulatedWorld: ranks as greenlets of this process. No clock, no sockets.
+"""SimulatedWorld: ranks as greenlets of this process. No real clock, no sockets.
 
-Everything is repeatable: the order of ranks, the clock, and the result of every collective.
+Everything is repeatable: the order of ranks, the clock - the `time` module's too (tp/virtual_time.py) -, and the result
+of every collective.
 
 What this world cannot do. A rank that computes for ever without a call to torch.distributed or to its context keeps the
 whole world waiting, and so does one that waits for something outside it. What it refuses by name is in tp/refusal.py.
@@ -9,21 +10,24 @@ whole world waiting, and so does one that waits for something outside it. What i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from tpbed.tp.attribution import Attribution
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.isolation import Isolation
 from tpbed.tp.schedule import RoundRobin, Schedule
 from tpbed.tp.simulated_run import REFUSALS, SimulatedRun
 from tpbed.tp.torch_seam import TorchSeam
+from tpbed.tp.virtual_time import VirtualTime
 from tpbed.tp.world import RankProgram, WorldRun
 
 _running: SimulatedRun | None = None
+_TIME, _ATTRIBUTION = VirtualTime(), Attribution()
 
 
 class NestedWorldError(TestbedError):
@@ -52,6 +56,8 @@ class SimulatedWorld:
 
     name = "sim"
 
+    make_run: Callable[..., SimulatedRun] = SimulatedRun
+
     def __init__(
         self, world_size: int = 4, schedule: Schedule | None = None, device: str | torch.device = "cpu"
     ) -> None:
@@ -72,7 +78,7 @@ class SimulatedWorld:
         if a program did not let the run end. This world can run the next program after any of them.
         """
         self._require_free()
-        run = SimulatedRun(program, world_size=self.world_size, schedule=self.schedule, device=self.device)
+        run = self.make_run(program, world_size=self.world_size, schedule=self.schedule, device=self.device)
         seam = TorchSeam(run)
         with _in_place(run, seam):
             try:
@@ -116,7 +122,7 @@ def _in_place(run: SimulatedRun, seam: TorchSeam) -> Iterator[None]:
     caller.leave()
     try:
         _running = run
-        with seam.in_place():
+        with seam.in_place(), _TIME.in_place(run), _ATTRIBUTION.in_place(run):
             yield
     finally:
         run.dissolve()

@@ -7,6 +7,7 @@ that collective never completes, as with gloo.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from tpbed.tp import data_movement as move
 from tpbed.tp.isolation import quietly
-from tpbed.tp.payload import is_channels_last, payload_bytes, require_alike
+from tpbed.tp.mailbox import Mailbox, MessageWork, require_message
+from tpbed.tp.payload import (
+    is_channels_last,
+    payload_bytes,
+    require_alike,
+    require_each_alike,
+    require_one_dtype,
+)
 from tpbed.tp.simulated_rank import SimulatedRank
 from tpbed.tp.simulated_run import SimulatedRun
 from tpbed.tp.simulated_work import SimulatedWork
@@ -27,8 +35,12 @@ class Channel:
     """Where the members of one group meet: those that are equally far in their own order of calls belong together."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.mailbox = size, Mailbox()
         self._meetings: dict[int, tuple[list[Any], set[int]]] = {}
+
+    def company(self, seq: int) -> list[SimulatedWork | None]:
+        """The parts of those who have come to a meeting that is not over, in group order."""
+        return self._meetings.setdefault(seq, ([None] * self.size, set(range(self.size))))[0]
 
     def arrive(self, seq: int, place: int, part: SimulatedWork) -> list[SimulatedWork] | None:
         """All parts in group order, once the last is there."""
@@ -118,6 +130,48 @@ class SimulatedGroup:
         )
         return self._join(work, opts, move.fold_of(opts, tensors[0]))
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_reduce_coalesced: one collective over all, laid end to end."""
+        require_one_dtype(tensors)
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        work = SimulatedWork("all_reduce", sum(map(payload_bytes, tensors)), move.all_reduce, tensors)
+        return self._join(work, opts, move.fold_of(opts, tensors[0]))
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+        """dist.all_gather_coalesced. outputs: by member, and then as inputs."""
+        self._require_length(outputs, "allgather_coalesced: output lists should be equal to world size")
+        for given in outputs:
+            require_each_alike("allgather_coalesced", given, inputs)
+        by_input = [tensor for column in zip(*outputs, strict=True) for tensor in column]
+        work = SimulatedWork(
+            "all_gather_coalesced", sum(map(payload_bytes, inputs)), move.all_gather_coalesced, inputs, by_input
+        )
+        return self._join(work, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
+        """Several of dist.all_gather_single at once."""
+        chunks = [output.chunk(self._size) for output in outputs]
+        by_member = [[chunk[place] for chunk in chunks if place < len(chunk)] for place in range(self._size)]
+        return self.allgather_coalesced(by_member, inputs, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
+        """Several of dist.reduce_scatter_single at once."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self._require_share(output, input)
+        opts = opts or c10d.ReduceScatterOptions()
+        work = SimulatedWork(
+            "reduce_scatter_coalesced",
+            [payload_bytes(output) for output in outputs],
+            move.reduce_scatter_coalesced,
+            inputs,
+            outputs,
+        )
+        return self._join(work, opts, move.fold_of(opts, outputs[0]))
+
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         """dist.broadcast."""
         root = (opts or c10d.BroadcastOptions()).rootRank
@@ -137,12 +191,7 @@ class SimulatedGroup:
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
         """dist.reduce_scatter_single; reduce_scatter_tensor before torch 2.13."""
-        if not output.dim() or input.shape != (output.shape[0] * self._size, *output.shape[1:]):
-            raise RuntimeError(
-                f"reduce_scatter: the input must be as long as {self._size} outputs (output {tuple(output.shape)}, "
-                f"input {tuple(input.shape)})"
-            )
-        require_alike("reduce_scatter", [input], input, of=output)
+        self._require_share(output, input)
         opts = opts or c10d.ReduceScatterOptions()
         shares = [payload_bytes(output)] * self._size
         work = SimulatedWork("reduce_scatter", shares, move.reduce_scatter, [input], [output])
@@ -200,10 +249,58 @@ class SimulatedGroup:
             work.timeout_s = max(opts.timeout.total_seconds(), 0.0)
         return self._join(work, opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """dist.monitored_barrier: its time-out counts, and place 0 says who has not come."""
+        timeout = timedelta(minutes=30) if timeout is None else timeout
+        company = self._channel.company(self._seq + 1)
+        work = self._join(SimulatedWork("monitored_barrier", 0, None), None)
+        try:
+            work.wait(max(timeout, timedelta(microseconds=1)))
+        except RuntimeError:
+            absent = [place for place, part in enumerate(company) if part is None or part.terms != work.terms]
+            work.terms = ("nothing", self._place, None)  # whoever comes later does not meet it
+            raise RuntimeError(self._told_absent(absent, timeout, wait_all_ranks)) from None
+
+    def _told_absent(self, absent: list[int], timeout: timedelta, tells_all: bool) -> str:
+        if self._place:
+            return (
+                f"Rank {self._place} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+            )
+        who = f"Ranks {', '.join(map(str, absent))}" if tells_all else f"Rank {absent[0]}"
+        return f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout // timedelta(milliseconds=1)} ms"
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> MessageWork:
+        """dist.isend, and dist.send, which waits."""
+        work = self._message("send", tensors, peer, tag)
+        self._channel.mailbox.send(work)
+        return work
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> MessageWork:
+        """dist.irecv, and dist.recv, which waits."""
+        work = self._message("recv", tensors, peer, tag)
+        self._channel.mailbox.receive(work)
+        return work
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MessageWork:
+        """The same without a source."""
+        work = self._message("recv", tensors, None, tag)
+        self._channel.mailbox.receive(work)
+        return work
+
+    def _message(self, op: str, tensors: list[Tensor], peer: int | None, tag: int) -> MessageWork:
+        run, place = self._run, self._place
+        tensor = require_message(tensors, peer, tag, place, self._size)
+        work = MessageWork(run, run.here(self._rank, waits=False), op, tensor, place=place, peer=peer, tag=tag)
+        if tensor.is_cuda:
+            work.stream = torch.cuda.current_stream()
+        run.progress += 1
+        return work
+
     def _join(self, work: SimulatedWork, opts: Any, fold: move.Fold | None = None) -> SimulatedWork:
         run = self._run
         work.vetted = not getattr(opts, "asyncOp", True)
-        work.run, work.rank = run, run.here(self._rank, waits=self._size > 1)
+        work.run, work.rank = run, run.here(self._rank, waits=work.vetted and self._size > 1)
         if fold is not None:
             work.fold = fold
         op, root, _ = work.terms
@@ -219,7 +316,15 @@ class SimulatedGroup:
             _settle(parts)
         return work
 
-    def _require_length(self, tensors: Sequence[Tensor], message: str) -> None:
+    def _require_share(self, output: Tensor, input: Tensor) -> None:
+        if not output.dim() or input.shape != (output.shape[0] * self._size, *output.shape[1:]):
+            raise RuntimeError(
+                f"reduce_scatter: the input must be as long as {self._size} outputs (output {tuple(output.shape)}, "
+                f"input {tuple(input.shape)})"
+            )
+        require_alike("reduce_scatter", [input], input, of=output)
+
+    def _require_length(self, tensors: Sequence[Any], message: str) -> None:
         if len(tensors) != self._size:
             raise RuntimeError(message.format(self._size, len(tensors)))
 

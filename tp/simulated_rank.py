@@ -43,6 +43,8 @@ class SimulatedRank:
         self.waits = 0  # that are over: a time-out of an earlier one is void
         self.owed: list[Awaited] = []  # with futures to fulfil when the rank goes on
         self.polls = self.polled_at = self.refusals = 0
+        self.looks = self.naps = self.napped_at = 0  # at the clock, and sleeps, while nothing else happens
+        self.looked_at = -1  # what progress, for it may read the clock before any
 
 
 def observe(rank: SimulatedRank) -> Liveness:

@@ -7,11 +7,11 @@ run is over, and whoever waits in a collective is proved stuck.
 from __future__ import annotations
 
 import heapq
-import time
 import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter  # the caller's own: ranks find simulated time in the module
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,10 @@ from tpbed.tp.world import RankProgram, RankState, WorldRun
 
 TURN_NS = 1_000  # of the world's clock, for each turn
 IDLE_POLLS = 1_000  # a rank that asks so often whether a collective is done, while nothing else happens, asks for ever
+IDLE_LOOKS = 100  # a rank that looks so often at the clock, while nothing else happens, waits for a time to come
+IDLE_NAPS = 1_000_000  # a rank that sleeps so often, while ranks do nothing but sleep, does so for ever
+PATIENCE = 1.125  # the time between two questions in vain grows so, for a rank that looks at the clock
+LONGEST_NS = 3_600 * 10**9  # and no further
 REFUSALS = 100  # a rank that so often catches the end of its run is given up
 
 _abandoned: list[greenlet] = []  # kept: a greenlet that is collected is woken once more
@@ -52,7 +56,7 @@ class SimulatedRun:
         self.members = tuple(range(world_size))
         self.ready = list(self.members)
         self.sleepers: list[tuple[int, int, int, int]] = []  # when, order, rank, its count of waits
-        self.now_ns = self.progress = 0
+        self.now_ns = self.progress = self.slept = 0
         self.choices: list[int] = []
         self.current: SimulatedRank | None = None
         self.starts: SimulatedRank | None = None
@@ -102,12 +106,12 @@ class SimulatedRun:
 
         world: its name.
         """
-        silent = time.perf_counter()
+        silent = perf_counter()
         size = len(self.members)
         ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
         liveness = tuple(observe(rank) for rank in self.ranks)
         stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
-        proved = time.perf_counter()
+        proved = perf_counter()
         hung = any(seen.state not in ("ended", "dead") for seen in liveness)
         results = tuple(rank.result for rank in self.ranks)
         return lambda: WorldRun(
@@ -117,7 +121,7 @@ class SimulatedRun:
             liveness=liveness,
             stuck=stuck,
             proof_ms=(proved - silent) * 1e3 if hung else None,
-            recovery_ms=(time.perf_counter() - proved) * 1e3 if hung else None,
+            recovery_ms=(perf_counter() - proved) * 1e3 if hung else None,
         )
 
     def unwind(self) -> None:
@@ -147,6 +151,7 @@ class SimulatedRun:
         except _Unwind:
             pass
         except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"in rank {rank.index} of a simulated world")
             self.failure = interrupt
         finally:
             if not self.unwinding:
@@ -163,6 +168,7 @@ class SimulatedRun:
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
             self._end(rank, partial(recorder.raised, error))
+            _forget_place(error)
 
     def _end(self, rank: SimulatedRank, record: Callable[[], None], result: Any = None) -> None:
         if not self.unwinding:
@@ -207,7 +213,8 @@ class SimulatedRun:
             return
         rank.waits_for = work
         if timeout_s:
-            self._call_back(rank, timeout_s)
+            self._count_naps(rank)
+            self.call_back(rank, timeout_s)
         self._give_way(rank)
         if not work.done:
             raise RuntimeError("Operation timed out!")
@@ -223,10 +230,29 @@ class SimulatedRun:
         """RankContext.sleep, for the rank whose turn it is."""
         rank = self.here()
         if seconds > 0:
-            self._call_back(rank, seconds)
+            self._count_naps(rank)
+            self.call_back(rank, seconds)
             self._give_way(rank)
         else:
             self.poll(rank)
+
+    def _count_naps(self, rank: SimulatedRank) -> None:
+        self.slept += 2  # steps of progress that are none: going to sleep, and waking up
+        if rank.napped_at + self.slept < self.progress + 2:
+            rank.napped_at, rank.naps = self.progress + 2 - self.slept, 0
+        rank.naps += 1
+        if rank.naps > IDLE_NAPS:
+            self._freeze(rank, "stalled", "sleeps for ever, again and again")
+
+    def look_at_clock(self, rank: SimulatedRank) -> int:
+        """The world's time. A rank that does nothing but look at it lets others run, and time pass."""
+        self.now_ns += 1
+        if rank.looked_at != self.progress:
+            rank.looked_at, rank.looks = self.progress, 0
+        rank.looks += 1
+        if rank.looks > IDLE_LOOKS and not self.unwinding and not cannot_wait():
+            self.poll(rank)
+        return self.now_ns
 
     def poll(self, owner: SimulatedRank) -> None:
         """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
@@ -236,14 +262,24 @@ class SimulatedRun:
             rank.polled_at, rank.polls = self.progress, 0
         if all(self.ranks[index].polled_at == self.progress for index in self.ready):  # nobody else can do anything
             rank.polls += 1
-            if rank.polls > 1 and self.sleepers:
-                self._wake_first()
+            self._let_time_pass(rank)
         if rank.polls > IDLE_POLLS:
             self._freeze(rank, "stalled", "asks for ever for what can never be")
         if self.ready:
             chosen = self._chosen()
             insort(self.ready, rank.index)
             self._hand_over(rank, chosen)
+
+    def _let_time_pass(self, rank: SimulatedRank) -> None:
+        """To the next who wakes up; by less where the rank may have a time of its own in mind."""
+        if rank.looked_at == self.progress:
+            self.now_ns += min(round(TURN_NS * PATIENCE**rank.polls), LONGEST_NS, self._until_next())
+            self._wake_due()
+        elif rank.polls > 1 and self.sleepers:
+            self._wake_first()
+
+    def _until_next(self) -> int:
+        return max(self.sleepers[0][0] - self.now_ns, 0) if self.sleepers else LONGEST_NS
 
     def die(self, death: Death, why: str) -> None:
         """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
@@ -302,7 +338,8 @@ class SimulatedRun:
         self.choices.append(choice)
         return self.ready.pop(place)
 
-    def _call_back(self, rank: SimulatedRank, seconds: float) -> None:
+    def call_back(self, rank: SimulatedRank, seconds: float) -> None:
+        """Wake the rank when `seconds` are over, if it still waits as it does now."""
         order = self.progress = self.progress + 1
         heapq.heappush(self.sleepers, (self.now_ns + round(seconds * 1e9), order, rank.index, rank.waits))
 
@@ -332,6 +369,11 @@ def _fulfil(rank: SimulatedRank) -> None:
     owed, rank.owed = rank.owed, []
     for work in owed:
         work.fulfil()
+
+
+def _forget_place(error: BaseException) -> None:
+    """Where and amid what it was raised: another rank may raise the same object, and would seem to have been there."""
+    error.__traceback__ = error.__context__ = None
 
 
 def _variables(world_size: int) -> dict[bytes, bytes]:

@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tpbed.tp.ledger import CollectiveRecord, Ledger
+from tpbed.tp.ledger import CollectiveRecord, Ledger, MessageRecord
+from tpbed.tp.messages import Mail
 from tpbed.tp.world import Liveness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A rank blocked in a collective, and the members of its group that have not issued it, or died or raised in it."""
+    """A rank blocked in a collective or message, and who has not issued the same, or died or raised in it."""
 
     rank: int
-    record: CollectiveRecord
+    record: CollectiveRecord | MessageRecord
     missing_ranks: tuple[int, ...]
+
+    def is_over(self, movable: set[int]) -> bool:
+        """Whether it ends if these ranks can move: all that are missing must come, or any one of them may."""
+        if isinstance(self.record, MessageRecord) and self.record.anysource and self.missing_ranks:
+            return not movable.isdisjoint(self.missing_ranks)
+        return movable.issuperset(self.missing_ranks)
 
 
 def find_waits(ledgers: Sequence[Ledger]) -> dict[int, Wait]:
-    """The ranks that are blocked in a collective, by rank; where all have joined, nobody is missing."""
-    present = [_places(ledger) for ledger in ledgers]
+    """The ranks that are blocked in a collective or message, by rank; where all have joined, nobody is missing."""
+    present, mail = [_places(ledger) for ledger in ledgers], Mail(ledgers)
     waits = {}
     for ledger in ledgers:
         record = ledger.waiting_in()
-        if record is not None:
+        if isinstance(record, MessageRecord):
+            missing = mail.missing_ranks(ledger.rank, record)
+            waits[ledger.rank] = Wait(rank=ledger.rank, record=record, missing_ranks=missing)
+        elif record is not None:
             place = (record.group, record.seq)
             missing = tuple(r for r in ledger.groups[record.group] if place not in present[r])
             waits[ledger.rank] = Wait(rank=ledger.rank, record=record, missing_ranks=missing)
@@ -37,7 +47,7 @@ def _places(ledger: Ledger) -> set[tuple[str, int]]:
 
 
 def find_stuck(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> frozenset[int]:
-    """The ranks that wait for a rank that can never join them: ended, dead, or itself stuck.
+    """The ranks that wait for one that can never join them, or for any of some that cannot: ended, dead, or stuck.
 
     The complement of a least fixpoint: a rank can move if it is running outside a collective, or if everyone that it
     waits for can move; the rest are stuck. A rank that is stopped or stalled may yet be continued, so whoever waits for
@@ -48,7 +58,7 @@ def find_stuck(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> froze
     waits = find_waits(ledgers)
     movable = {r for r, seen in enumerate(liveness) if seen.state not in ("ended", "dead") and r not in waits}
     while True:
-        freed = {r for r, wait in waits.items() if r not in movable and movable.issuperset(wait.missing_ranks)}
+        freed = {r for r, wait in waits.items() if r not in movable and wait.is_over(movable)}
         if not freed:
             return frozenset(r for r in waits if r not in movable)
         movable |= freed

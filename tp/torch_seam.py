@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
+from tpbed.tp.functional_seam import Pending, functional_replacements
 from tpbed.tp.ledger import WORLD
+from tpbed.tp.mesh_seam import Meshes
 from tpbed.tp.recording import BACKEND, RecordingGroup
-from tpbed.tp.refusal import RefusedStore, refusing
+from tpbed.tp.refusal import RefusedStore, cannot_wait, refusing
 from tpbed.tp.registers import RankGroups
 from tpbed.tp.simulated_group import Channel, SimulatedGroup
 from tpbed.tp.simulated_rank import SimulatedRank
@@ -36,6 +39,16 @@ class SimulatedProcessGroup(RecordingGroup):
             _register_process_group(self._registered, self)
         return self._registered
 
+    def _start_coalescing(self, device: Any) -> None:
+        """Of a coalescing manager that is given a device: as gloo."""
+        raise RuntimeError("Backend gloo does not implement startCoalescing")
+
+    def _handle(self, work: Any, seq: int, waited: bool) -> dist.Work:
+        handle = super()._handle(work, seq, waited)
+        if not waited and cannot_wait():  # it was issued inside an operator
+            self.seam.pending.add(work.outputs or work.inputs, handle)
+        return handle
+
     @property
     def group_desc(self) -> str:
         """As given to new_group."""
@@ -43,9 +56,7 @@ class SimulatedProcessGroup(RecordingGroup):
 
 
 _REFUSED_OPS = """
-    send recv recv_anysource _start_coalescing _end_coalescing allreduce_coalesced allgather_coalesced
-    allgather_into_tensor_coalesced all_gather_single_coalesced reduce_scatter_tensor_coalesced
-    reduce_scatter_single_coalesced gather_single gather_into_tensor monitored_barrier split_group merge_remote_group
+    _end_coalescing gather_single gather_into_tensor split_group merge_remote_group
 """
 for _name in _REFUSED_OPS.split():
     setattr(SimulatedProcessGroup, _name, refusing(_name))
@@ -57,6 +68,7 @@ class TorchSeam:
     def __init__(self, run: SimulatedRun) -> None:
         self.run, self.store = run, RefusedStore()
         self.registered: list[Any] = []  # names in torch's C++ registry
+        self.pending, self._meshes = Pending(), Meshes(run)
         self._channels: dict[Any, Channel] = {}
 
     def enlist(self) -> None:
@@ -82,6 +94,8 @@ class TorchSeam:
 
     def dissolve(self) -> None:
         """Forget the groups, so that nothing of them waits for the garbage collector."""
+        self.pending.dissolve()
+        self._meshes.dissolve()
         for name in self.registered:
             _unregister_process_group(name)
         self._channels.clear()
@@ -92,6 +106,10 @@ class TorchSeam:
             (c10d, "_new_process_group_helper", self._new_group),
             (c10d, "rendezvous", self._meet),
             (c10d, "_unregister_all_process_groups", lambda: None),
+            (c10d, "monitored_barrier", _monitored_barrier),
+            (dist, "monitored_barrier", _monitored_barrier),
+            *functional_replacements(self.pending),
+            *self._meshes.replacements(),
             (c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}),
         ]
 
@@ -127,6 +145,22 @@ class TorchSeam:
 
     def _meet(self, *args: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
         yield self.store, self.run.here(waits=False).index, len(self.run.members)
+
+
+def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    """In the place of torch.distributed's, which asks whether the group is gloo's: those of a world speak like it."""
+    if c10d._rank_not_in_group(group) or dist.get_backend(group) not in (BACKEND, "gloo"):
+        _MONITORED_BARRIER(group, timeout, wait_all_ranks)
+        return
+    target: Any = group or c10d._get_default_group()
+    if isinstance(timeout, float):
+        timeout = timedelta(seconds=timeout)
+    target.monitored_barrier(
+        c10d._get_default_timeout(c10d.Backend("gloo")) if timeout is None else timeout, wait_all_ranks
+    )
+
+
+_MONITORED_BARRIER = c10d.monitored_barrier
 
 
 def _enter_in_book(

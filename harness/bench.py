@@ -1,0 +1,146 @@
+"""Benchmarks of the simulated world: its cost beside the bare tensor maths, of a hang beside a healthy run, and of ranks."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpbed.harness.inputs import build_head, hidden_states
+from tpbed.harness.plan import Plan, make_plan
+from tpbed.harness.scenario import Scenario
+from tpbed.selector.merge import merge_gathered, pad_candidates
+from tpbed.selector.project import project_candidate_logits
+from tpbed.selector.select import compute_candidates
+from tpbed.selector.topk import canonical_topk
+from tpbed.tp.simulated import SimulatedWorld
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Two things timed in turn: medians in milliseconds, and the median, least and greatest of the ratios pair by pair."""
+
+    name: str
+    numerator_ms: float
+    denominator_ms: float
+    median: float
+    least: float
+    greatest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalePoint:
+    """What a world of so many ranks costs, for one all_reduce of each."""
+
+    world_size: int
+    healthy_ms: float
+    hang_ms: float
+    peak_mib: float  # of this process so far
+
+
+def bench_speed(*, world_size: int = 4, pairs: int = 200) -> Ratio:
+    """Bare tensor maths over a simulated run of the same selector step: 1.0 would be a world that costs nothing.
+
+    The bare side calls the selector's own stages for every rank in a loop and gathers with torch.cat.
+    """
+    plan, heads = _case(world_size)
+    hidden = hidden_states(plan, 0)
+    world = SimulatedWorld(world_size)
+    return _in_turn(
+        f"bare maths / simulated, TP={world_size}",
+        partial(_bare_step, hidden, heads, plan.scenario.k),
+        lambda: world.run(lambda rank: _step(hidden, heads[rank], plan.scenario.k)),
+        pairs,
+    )
+
+
+def bench_hang(*, world_size: int = 4, pairs: int = 200) -> Ratio:
+    """A run that ends in a proved hang over a healthy one of the same program: up to the proof and clean-up."""
+    plan, heads = _case(world_size)
+    hidden = hidden_states(plan, 0)
+    world = SimulatedWorld(world_size)
+
+    def program(rank: int, culprit: int) -> None:
+        if rank == culprit:
+            raise RuntimeError("planned")
+        _step(hidden, heads[rank], plan.scenario.k)
+
+    return _in_turn(
+        f"hang / healthy, TP={world_size}",
+        lambda: world.run(partial(program, culprit=world_size - 1)),
+        lambda: world.run(partial(program, culprit=-1)),
+        pairs,
+    )
+
+
+def bench_scale(sizes: Sequence[int] = SIZES, *, repeats: int = 3) -> Iterator[ScalePoint]:
+    """One all_reduce in worlds of growing size, healthy and with the last rank raising: the best of `repeats`."""
+    for size in sizes:
+        world = SimulatedWorld(size)
+        healthy = min(_timed_ms(lambda: world.run(_reduce)) for _ in range(repeats))
+        hang = min(_timed_ms(lambda: world.run(_reduce_without_last)) for _ in range(repeats))
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        yield ScalePoint(world_size=size, healthy_ms=healthy, hang_ms=hang, peak_mib=peak_mib)
+
+
+def _case(world_size: int) -> tuple[Plan, list[Any]]:
+    scenario = Scenario(name="bench", claim="A step.", kind=0, world_size=world_size, org_vocab_size=1000 * world_size // 4)
+    plan = make_plan(scenario, seed=0)
+    return plan, [build_head(plan, rank) for rank in range(world_size)]
+
+
+def _step(hidden: Tensor, head: Any, k: int) -> None:
+    compute_candidates(hidden, head, k=k, group=dist.group.WORLD, topk=canonical_topk)
+
+
+def _bare_step(hidden: Tensor, heads: Sequence[Any], k: int) -> None:
+    local = [_bare_local(hidden, head, k) for head in heads]
+    for _ in heads:  # every rank merges for itself
+        merge_gathered(torch.cat([v for v, _ in local], -1), torch.cat([i for _, i in local], -1), k)
+
+
+def _bare_local(hidden: Tensor, head: Any, k: int) -> tuple[Tensor, Tensor]:
+    logits = project_candidate_logits(hidden, head)
+    values, columns = canonical_topk(logits, min(k, logits.shape[1]))
+    return pad_candidates(values.float(), columns + head.shard.org_start, k)
+
+
+def _reduce(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def _reduce_without_last(rank: int) -> None:
+    if rank == dist.get_world_size() - 1:
+        raise RuntimeError("planned")
+    dist.all_reduce(torch.ones(1))
+
+
+def _in_turn(name: str, numerator: Callable[[], Any], denominator: Callable[[], Any], pairs: int) -> Ratio:
+    for _ in range(10):
+        numerator(), denominator()
+    times = [(_timed_ms(numerator), _timed_ms(denominator)) for _ in range(pairs)]
+    ratios = sorted(above / below for above, below in times)
+    return Ratio(
+        name=name,
+        numerator_ms=statistics.median(above for above, _ in times),
+        denominator_ms=statistics.median(below for _, below in times),
+        median=statistics.median(ratios),
+        least=ratios[0],
+        greatest=ratios[-1],
+    )
+
+
+def _timed_ms(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3
