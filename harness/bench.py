@@ -1,4 +1,4 @@
-"""Benchmarks of the simulated world: its cost beside the bare tensor maths, of a hang beside a healthy run, and of ranks."""
+"""Benchmarks of the simulated world: its cost beside bare tensor maths, of a hang beside a healthy run, of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Two things timed in turn: medians in milliseconds, and the median, least and greatest of the ratios pair by pair."""
+    """Two things timed in turn: medians in milliseconds; median, least and greatest of the ratios pair by pair."""
 
     name: str
     numerator_ms: float
@@ -87,14 +87,16 @@ def bench_scale(sizes: Sequence[int] = SIZES, *, repeats: int = 3) -> Iterator[S
     """One all_reduce in worlds of growing size, healthy and with the last rank raising: the best of `repeats`."""
     for size in sizes:
         world = SimulatedWorld(size)
-        healthy = min(_timed_ms(lambda: world.run(_reduce)) for _ in range(repeats))
-        hang = min(_timed_ms(lambda: world.run(_reduce_without_last)) for _ in range(repeats))
+        healthy = min(_timed_ms(partial(world.run, _reduce)) for _ in range(repeats))
+        hang = min(_timed_ms(partial(world.run, _reduce_without_last)) for _ in range(repeats))
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         yield ScalePoint(world_size=size, healthy_ms=healthy, hang_ms=hang, peak_mib=peak_mib)
 
 
 def _case(world_size: int) -> tuple[Plan, list[Any]]:
-    scenario = Scenario(name="bench", claim="A step.", kind=0, world_size=world_size, org_vocab_size=1000 * world_size // 4)
+    scenario = Scenario(
+        name="bench", claim="A step.", kind=0, world_size=world_size, org_vocab_size=1000 * world_size // 4
+    )
     plan = make_plan(scenario, seed=0)
     return plan, [build_head(plan, rank) for rank in range(world_size)]
 

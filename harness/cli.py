@@ -206,6 +206,25 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def bench(as_json: AsJson = False) -> None:
+    """Measure the simulated world here: as ratios within this run, and its cost by number of ranks up to 1,024."""
+    from dataclasses import asdict
+
+    import torch
+
+    from tpbed.harness.bench import bench_hang, bench_scale, bench_speed
+
+    torch.set_num_threads(1)
+    for ratio in (bench_speed(), bench_hang()):
+        told = f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.greatest:.2f})"
+        line = f"{ratio.name:<32} {told:<22} {ratio.numerator_ms:.2f} ms / {ratio.denominator_ms:.2f} ms, medians"
+        _print_json([asdict(ratio)]) if as_json else print(line)
+    for point in bench_scale():
+        line = f"{point.world_size:>5} ranks  {point.healthy_ms:8.2f} ms healthy  {point.hang_ms:8.2f} ms hang"
+        _print_json([asdict(point)]) if as_json else print(f"{line}  {point.peak_mib:,.0f} MiB peak")
+
+
+@app.command()
 def version() -> None:
     """Print the versions of tpbed and of what it runs on."""
     for package in ("tpbed", "torch", "ray", "greenlet"):
