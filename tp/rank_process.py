@@ -30,7 +30,7 @@ from tpbed.tp.pickling import pickle_result
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
 from tpbed.tp.recording import BACKEND, RecordingGroup
-from tpbed.tp.store import join_store
+from tpbed.tp.store import join_store, meet
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
 _PR_SET_NAME = 15
@@ -161,6 +161,7 @@ class RankProcess:
         store = join_store(job.store, job.prefix)
         self._joining = True
         dist.init_process_group(BACKEND, store=store, rank=self._station.rank, world_size=len(ranks))
+        meet(store, len(ranks))
         self._joining = False
 
     def _create(self, options: Any, _backend_options: Any = None) -> RecordingGroup:

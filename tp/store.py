@@ -43,6 +43,13 @@ def join_store(place: tuple[str, int], prefix: str) -> Any:
     return dist.PrefixStore(prefix, made[0])  # type: ignore[attr-defined]
 
 
+def meet(store: Any, world_size: int) -> None:
+    """Wait until as many ranks have come here: who breaks in the first collective must not break others' forming."""
+    if store.add("formed", 1) == world_size:
+        store.set("all-formed", "1")
+    store.wait(["all-formed"])
+
+
 def _connect(place: tuple[str, int]) -> Any:
     _stop_asking_names()
     try:
