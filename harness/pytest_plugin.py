@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -85,7 +86,9 @@ def tp(pytestconfig: pytest.Config) -> Ranks:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marked test that draws with hypothesis: each rank would draw for itself."""
+    """Refuse a marked coroutine, and a marked test that draws with hypothesis: each rank would draw for itself."""
+    if item.get_closest_marker("tp") is not None and iscoroutinefunction(getattr(item, "obj", None)):
+        pytest.fail(f"{item.nodeid} is marked tp and is a coroutine: give the mark a plain function.", pytrace=False)
     if item.get_closest_marker("tp") is not None and hasattr(getattr(item, "obj", None), "hypothesis"):
         pytest.fail(
             f"{item.nodeid} is marked tp and draws with hypothesis, so each rank would draw for itself: take the "
@@ -170,8 +173,8 @@ def _size_of(mark: pytest.Mark) -> Any:
 
 
 def _world_size(item: pytest.Function, mark: pytest.Mark) -> int:
-    given: Any = item.funcargs.get("world_size", _size_of(mark))
-    return int(given)
+    parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    return int(parameters.get("world_size", _size_of(mark)))
 
 
 def _world_of(mark: pytest.Mark, config: pytest.Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 from tpbed.harness.diagnose import diagnose
 from tpbed.harness.findings import Finding
@@ -39,6 +39,12 @@ class Ranks:
         if findings:
             raise RanksFailed(explain(findings, run), findings, run)
         return run.results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End all ranks; idempotent."""

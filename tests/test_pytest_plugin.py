@@ -86,6 +86,26 @@ def test_a_list_of_world_sizes_is_one_test_each(session):
     outcome.stdout.fnmatch_lines(["*test_it?tp1?*", "*test_it?tp2?*", "*test_it?tp8?*"])
 
 
+def test_a_list_of_world_sizes_needs_no_argument_for_them(session):
+    outcome = run(
+        session,
+        """
+        import pytest
+
+        @pytest.mark.tp([1, 2])
+        def test_it(rank):
+            assert rank in (0, 1)
+        """,
+    )
+    outcome.assert_outcomes(passed=2)
+
+
+def test_a_coroutine_is_refused_and_does_not_pass_unrun(session):
+    outcome = run(session, "import pytest\n\n@pytest.mark.tp(2)\nasync def test_it(rank):\n    assert 0\n")
+    outcome.assert_outcomes(errors=1)
+    outcome.stdout.fnmatch_lines(["*is a coroutine*"])
+
+
 def test_fixtures_and_parameters_reach_every_rank(session):
     outcome = run(
         session,
