@@ -78,18 +78,18 @@ def _explain(
 ) -> Finding:
     camps = _camps(meeting)
     odd = _odd_ranks(camps, seq, history) or _off_pattern(group, camps, ledgers) or tuple(sorted(meeting))
-    usual = next((camp for camp in camps if not set(camp.ranks) & set(odd)), camps[0])
+    usual = next((camp.record for camp in camps if not set(camp.ranks) & set(odd)), None)
     differs = _differences(camps)
     calls = "; ".join(f"{name_ranks(c.ranks)} {_call(c.record, differs)}" for c in camps)
     return Finding(
         kind="mismatch",
         ranks=odd,
-        op=usual.record.op,
+        op=(usual or camps[0].record).op,
         seq=seq,
         group=group,
         step=min((record.step for record in meeting.values()), key=_step_order),
         text=f"seq {seq} of group {group} is not the same collective on every rank: {calls}",
-        causes=tuple(_cause(rank, meeting[rank], usual, ledgers[rank]) for rank in odd),
+        causes=tuple(_cause(rank, meeting[rank], usual) for rank in odd),
     )
 
 
@@ -143,20 +143,29 @@ def _differences(camps: list[_Camp]) -> tuple[str, ...]:
 
 def _call(record: CollectiveRecord, differs: tuple[str, ...]) -> str:
     told = [record.op, f"{record.dtype} {record.shape}" if record.dtype else ""]
-    told += [
-        f"{name.replace('_', ' ')}={getattr(record, name)}" for name in differs if name in ("reduce_op", "root", "step")
-    ]
+    named = {name: getattr(record, name) for name in differs if name in ("reduce_op", "root", "step")}
+    told += [f"{name.replace('_', ' ')}={value}" for name, value in named.items() if value not in ("", None)]
     return " ".join([*filter(None, told), f"at {record.site}"])
 
 
-def _cause(rank: int, record: CollectiveRecord, usual: _Camp, ledger: Ledger) -> Cause:
-    if record.step != usual.record.step:
-        text = f"rank {rank} is out of step: it is in step {record.step}, its peers are in step {usual.record.step}"
-    elif record.dtype != usual.record.dtype or record.shape != usual.record.shape:
-        text = f"rank {rank} contributes {record.dtype} {record.shape}, not {usual.record.dtype} {usual.record.shape}"
-    else:
-        text = f"rank {rank} calls {record.op} at {record.site}, not {usual.record.op} at {usual.record.site}"
-    return Cause(rank=rank, text=text, site=record.site)
+def _cause(rank: int, record: CollectiveRecord, usual: CollectiveRecord | None) -> Cause:
+    """What the rank did, and what its peers did; where no camp is the usual one, only the former."""
+    told = f"calls {record.op} {record.reduce_op} at {record.site}".replace("  ", " ")
+    return Cause(rank=rank, text=f"rank {rank} {told if usual is None else _contrast(record, usual)}", site=record.site)
+
+
+def _contrast(record: CollectiveRecord, usual: CollectiveRecord) -> str:
+    if record.step != usual.step:
+        return f"is out of step: it is in step {record.step}, its peers are in step {usual.step}"
+    if record.op != usual.op:
+        return f"calls {record.op}, not {usual.op}"
+    if (record.dtype, record.shape) != (usual.dtype, usual.shape):
+        return f"contributes {record.dtype} {record.shape}, not {usual.dtype} {usual.shape}"
+    if record.reduce_op != usual.reduce_op:
+        return f"reduces with {record.reduce_op}, not {usual.reduce_op}"
+    if record.root != usual.root:
+        return f"takes rank {record.root} of the group as root, not {usual.root}"
+    return f"calls {record.op} at {record.site}, not at {usual.site}"
 
 
 def _step_order(step: str) -> tuple[int, str]:

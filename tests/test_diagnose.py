@@ -131,6 +131,26 @@ def test_another_call_at_the_same_seq_is_a_mismatch_of_the_odd_rank(odd, culprit
     assert (finding.kind, finding.ranks, finding.seq) == ("mismatch", (culprit,), 2)
 
 
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"op": "broadcast"}, "calls broadcast, not all_reduce"),
+        ({"reduce_op": "MAX"}, "reduces with MAX, not SUM"),
+        ({"root": 1}, "takes rank 1 of the group as root, not 0"),
+    ],
+)
+def test_the_cause_of_a_mismatch_says_what_differs(odd, told):
+    usual = {"op": "all_reduce", "reduce_op": "SUM", "root": 0}
+    finding = only(*(Story(r).waits(**{**usual, **(odd if r == 2 else {})}) for r in range(4)))
+    assert [cause.text for cause in finding.causes] == [f"rank 2 {told}"]
+
+
+def test_where_no_camp_is_the_usual_one_no_cause_takes_one_for_right():
+    finding = only(*(Story(r).waits(reduce_op="MAX" if r < 2 else "SUM") for r in range(4)))
+    assert finding.ranks == (0, 1, 2, 3)
+    assert all(", not " not in cause.text for cause in finding.causes)
+
+
 def test_ranks_out_of_step_are_found_although_their_shapes_match():
     """Rank 2 left out step 1: its step 2 meets the others' step 1 in the same shape, and the shift is found there."""
     stories = [Story(r).step("0").calls().step("1").calls().step("2").calls() for r in range(4) if r != 2]
