@@ -5,34 +5,69 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tpbed.tp.registers import START_SEED, Start
+from tpbed.tp.registers import START_SEED, QuietRegister, Start
 
-_TWISTER_BYTES = 2500  # 624 words and an index: a Mersenne twister in memory
+_WORDS_BYTES = 2496  # 624 words
+_TWISTER_BYTES = 2500  # the same and an index: a Mersenne twister in memory
 _GLANCE_BYTES = 68  # of it: the index and 16 words
 _NUMPY: Any = np.random
 _PYTHON: Any = vars(random)["_inst"]
+_DEVIATE = partial(getattr, _PYTHON, "gauss_next")
 
 
-class TorchRandom:
-    """torch's default CPU generator: 5 KB, cheaper to copy than to compare."""
+class TorchRandom(QuietRegister):
+    """torch's default CPU generator. Its state is 5 KB; whether a rank has used it shows in its memory."""
 
     def __init__(self) -> None:
-        self.save: Callable[[], Any] = torch.default_generator.get_state
-        self.load: Callable[[Any], Any] = torch.default_generator.set_state
         self._start = torch.Generator().manual_seed(START_SEED).get_state()
+        address = _torch_twister(torch.default_generator)
+        self._looks = (object,) if address is None else tuple(_memory(address + at, size) for at, size in _TORCH_GLANCE)
+
+    def save(self) -> Any:
+        """A copy."""
+        return torch.default_generator.get_state()
+
+    def load(self, saved: Any) -> None:
+        """Into torch."""
+        torch.default_generator.set_state(saved)
+
+    def looks(self) -> Sequence[Callable[[], Any]]:
+        """Seed, index and the first words; then the last words, and normal deviates that are kept for the next call."""
+        return self._looks
 
     def start(self, start: Start) -> Any:
         """As after torch.manual_seed(START_SEED)."""
         return self._start
 
 
-class NumpyRandom:
+_TORCH_HEAD_BYTES = 20  # seed, how many are left, whether it is seeded, the next: then come the words
+_TORCH_GLANCE = ((-_TORCH_HEAD_BYTES, _TORCH_HEAD_BYTES + 64), (_WORDS_BYTES - 64, 64 + 28))
+
+
+def _memory(address: int, size: int) -> Callable[[], bytes]:
+    """Reads that many bytes there."""
+    return memoryview((ctypes.c_char * size).from_address(address)).tobytes
+
+
+def _torch_twister(generator: Any) -> int | None:
+    """Where the words of a torch generator lie; None where this torch does not lay them out as it should."""
+    held = np.frombuffer(generator.get_state().numpy().tobytes(), np.uint64)[3 : 3 + 624]
+    words = held.astype(np.uint32).tobytes()
+    start = ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value or 0
+    for address in range(start + _TORCH_HEAD_BYTES, start + 256, 4) if start else ():
+        if ctypes.string_at(address, 64) == words[:64] and ctypes.string_at(address, _WORDS_BYTES) == words:
+            return address
+    return None
+
+
+class NumpyRandom(QuietRegister):
     """NumPy's global generator.
 
     NumPy copies it in 25 us. Whether a rank has used it shows in the tail of its twister, which is compared in place;
@@ -72,6 +107,11 @@ class NumpyRandom:
             self._start = (generator, *self._start[1:])
         return self._start
 
+    def looks(self) -> Sequence[Callable[[], Any]]:
+        """The generator, and the tail of its twister."""
+        quiet = self._look() and self._loaded[2] and not self._loaded[2]["has_gauss"]
+        return (_NUMPY.get_bit_generator, memoryview(self._twister.tail).tobytes) if quiet else (object,)
+
     def _look(self) -> bytes:
         generator = _NUMPY.get_bit_generator()
         if generator is not self._generator:
@@ -103,7 +143,7 @@ def _numpy_twister(generator: Any) -> _Twister | None:
     return twister if twister.words.raw == _numpy_words(generator.state) else None
 
 
-class PythonRandom:
+class PythonRandom(QuietRegister):
     """The generator of the `random` module. Python copies it in 7 us; whether a rank has used it shows in its head."""
 
     def __init__(self) -> None:
@@ -128,6 +168,10 @@ class PythonRandom:
     def start(self, start: Start) -> Any:
         """As after random.seed(START_SEED)."""
         return self._start
+
+    def looks(self) -> Sequence[Callable[[], Any]]:
+        """The head of its twister, and the normal deviate that is kept for the next call."""
+        return (memoryview(self._twister.head).tobytes, _DEVIATE) if self._twister else (object,)
 
 
 def _python_words(state: Any) -> bytes:

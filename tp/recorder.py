@@ -7,10 +7,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import typing_extensions
 from torch import Tensor
 
@@ -19,9 +21,10 @@ from tpbed.tp.ledger import END_FIELDS, End, Event, State
 Sink = Callable[[Event], None]
 Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
 
+_FIELDS_OF_END = attrgetter(*END_FIELDS)
 _HERE = str(Path(__file__).parent)
 _BETWEEN = tuple(str(module.__file__) for module in (contextlib, typing_extensions))  # wrap functions of torch
-_SKIP = (_HERE, f"{Path(sys.modules['torch'].__file__ or '').parent}", "<frozen", *_BETWEEN)
+_SKIP = (_HERE, str(Path(torch.__file__).parent), "<frozen", *_BETWEEN)
 
 
 class Recorder:
@@ -46,7 +49,6 @@ class Recorder:
         group: str,
         op: str,
         payload: Tensor | None,
-        *,
         reduce_op: str = "",
         root: int | None = None,
         waited: bool = True,
@@ -54,9 +56,8 @@ class Recorder:
     ) -> int:
         """A collective is about to be issued. Returns its seq."""
         seq = self.seqs[group] = self.seqs[group] + 1
-        layout = _layout(payload)
         site = call_site(sys._getframe(1))
-        self._sink(("start", group, seq, op, *layout, reduce_op, root, site, waited, state, self._clock()))
+        self._sink(("start", group, seq, op, *_layout(payload), reduce_op, root, site, waited, state, self._clock()))
         return seq
 
     def state(self, group: str, seq: int, state: State, error: str = "") -> None:
@@ -104,7 +105,7 @@ class Recorder:
 
     def end(self, end: End) -> None:
         """The rank ended."""
-        self._sink(("end", *(getattr(end, name) for name in END_FIELDS)))
+        self._sink(("end", *_FIELDS_OF_END(end)))
 
     def returned(self) -> None:
         """The rank program returned."""
@@ -135,8 +136,12 @@ def _own_traceback(error: BaseException) -> str:
 def _layout(payload: Tensor | None) -> tuple[str, list[int], list[int], int]:
     if payload is None:
         return "", [], [], 0
-    dtype = str(payload.dtype).removeprefix("torch.")
-    return dtype, list(payload.shape), list(payload.stride()), payload.numel() * payload.element_size()
+    return _name(payload.dtype), list(payload.shape), list(payload.stride()), payload.numel() * payload.element_size()
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def call_site(frame: FrameType | None) -> str:
@@ -152,6 +157,7 @@ def error_site(error: BaseException) -> str:
     return _site(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
 
 
+@cache
 def _site(filename: str, line: int, function: str) -> str:
     return f"{_with_folder(filename)}:{line} {function}"
 

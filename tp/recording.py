@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.tp.coalesced import method_of
-from tpbed.tp.ledger import DROPPED
+from tpbed.tp.ledger import DROPPED, State
 from tpbed.tp.rank import Call, RankContext
 from tpbed.tp.recorder import Recorder
 
@@ -18,32 +18,57 @@ BACKEND = "tpbed"  # the name under which worlds register their groups with torc
 Watch = Callable[[dist.Work, str, int], None]
 
 
+class Entry:
+    """The place in the ledger of a collective that was issued: what its handle comes to is written there."""
+
+    __slots__ = ("_done", "_group", "_recorder", "_seq", "_waited")
+
+    def __init__(self, recorder: Recorder, group: str, seq: int, *, waited: bool) -> None:
+        self._recorder, self._group, self._seq = recorder, group, seq
+        self._waited, self._done = waited, False
+
+    def wait(self) -> None:
+        """The rank blocks until it completes."""
+        if not self._waited:
+            self._waited = True
+            self._recorder.wait(self._group, self._seq)
+
+    def complete(self) -> None:
+        """It has."""
+        if not self._done:
+            self._done = True
+            self._recorder.state(self._group, self._seq, "completed")
+
+    def fail(self, error: BaseException) -> None:
+        """It has not, and the rank was told so."""
+        if not self._done:
+            self._done = True
+            self._recorder.state(self._group, self._seq, "failed", f"{type(error).__name__}: {error}")
+
+
 class RecordedWork(dist.Work):
     """A handle of a recorded collective: waiting on it, or asking whether it is done, is written to the ledger."""
 
-    def __init__(self, inner: dist.Work, recorder: Recorder, group: str, seq: int, *, waited: bool) -> None:
+    def __init__(self, inner: dist.Work, entry: Entry) -> None:
         super().__init__()
-        self._inner, self._recorder, self._place = inner, recorder, (group, seq)
-        self._waited, self._done = waited, False
+        self._inner, self._entry = inner, entry
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the collective completes, or raise what the transport raises."""
-        if not self._waited:
-            self._waited = True
-            self._recorder.wait(*self._place)
+        self._entry.wait()
         try:
             answer = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
         except BaseException as error:
-            self._finish("failed", f"{type(error).__name__}: {error}")
+            self._entry.fail(error)
             raise
-        self._finish("completed")
+        self._entry.complete()
         return answer
 
     def is_completed(self) -> bool:
         """True once the transport says so."""
         done = bool(self._inner.is_completed())
         if done:
-            self._finish("completed")
+            self._entry.complete()
         return done
 
     def is_success(self) -> bool:
@@ -65,11 +90,6 @@ class RecordedWork(dist.Work):
     def get_future(self) -> Any:
         """As the transport's own handle; its completion is written to the ledger."""
         return self._inner.get_future()
-
-    def _finish(self, state: Any, error: str = "") -> None:
-        if not self._done:
-            self._done = True
-            self._recorder.state(*self._place, state, error)
 
 
 class RecordedMessage(dist.Work):
@@ -311,38 +331,39 @@ class RecordingGroup(dist.ProcessGroup):
         return RecordedMessage(work, recorder, self.label, seq, anysource=peer is None)
 
     def _issue(self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, *extra: Any) -> dist.Work:
-        seq = self._context.recorder.seqs[self.label] + 1
-        call = Call(
-            method=method,
-            op=op,
-            group=self.label,
-            seq=seq,
-            outputs=outputs,
-            inputs=inputs,
-            payload=payload,
-            extra=extra,
+        if not self._context.hooks:
+            return self._record(method, op, outputs, inputs, payload, extra)
+        return self._show_to_hooks(
+            Call(
+                method=method,
+                op=op,
+                group=self.label,
+                seq=self._context.recorder.seqs[self.label] + 1,
+                outputs=outputs,
+                inputs=inputs,
+                payload=payload,
+                extra=extra,
+            )
         )
+
+    def _show_to_hooks(self, call: Call) -> dist.Work:
         for hook in self._context.hooks:
             changed = hook(call)
             if changed is None:
                 return SwallowedWork()
             call = changed
-        return self._record(call)
+        return self._record(call.method, call.op, call.outputs, call.inputs, call.payload, call.extra)
 
-    def _record(self, call: Call) -> dist.Work:
-        opts, recorder = call.extra[-1], self._context.recorder
-        waited = not getattr(opts, "asyncOp", False) and not self._asynchronous
-        seq = recorder.start(
-            self.label,
-            call.op,
-            call.payload,
-            reduce_op=_reduce_op(opts),
-            root=getattr(opts, "rootRank", None),
-            waited=waited,
-            state="scheduled" if self._asynchronous else "started",
-        )
+    def _record(
+        self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, extra: tuple[Any, ...]
+    ) -> dist.Work:
+        given, recorder = _given(extra[-1]), self._context.recorder
+        waited = not given.asynchronous and not self._asynchronous
+        state: State = "scheduled" if self._asynchronous else "started"
+        seq = recorder.start(self.label, op, payload, given.reduce_op, given.root, waited, state)
+        arguments = [argument for argument in (outputs, inputs, *extra) if argument is not None]
         try:
-            work = method_of(self.inner, call.method)(*_arguments(call))
+            work = method_of(self.inner, method)(*arguments)
         except BaseException as error:
             recorder.state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
             raise
@@ -352,17 +373,29 @@ class RecordingGroup(dist.ProcessGroup):
         if self._watch is not None:
             self._watch(work, self.label, seq)
             return work
-        return RecordedWork(work, self._context.recorder, self.label, seq, waited=waited)
+        return RecordedWork(work, Entry(self._context.recorder, self.label, seq, waited=waited))
 
 
-def _arguments(call: Call) -> list[Any]:
-    tensors = [t for t in (call.outputs, call.inputs) if t is not None]
-    return [*tensors, *(argument for argument in call.extra if argument is not None)]
+class _Given(NamedTuple):
+    """What the options of a call say that the ledger holds."""
+
+    asynchronous: bool
+    reduce_op: str
+    root: int | None
 
 
-def _reduce_op(opts: Any) -> str:
-    reduce_op = getattr(opts, "reduceOp", None)
-    return "" if reduce_op is None else _NAMES_OF_REDUCE_OPS[hash(reduce_op)]
+def _given(opts: Any) -> _Given:
+    """Asking options for what their class does not have is dear, so that is asked once."""
+    kind = type(opts)
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(hasattr(kind, name) for name in ("asyncOp", "reduceOp", "rootRank"))
+    asynchronous, reduces, rooted = _FIELDS[kind]
+    return _Given(
+        asynchronous and opts.asyncOp,
+        _NAMES_OF_REDUCE_OPS[hash(opts.reduceOp)] if reduces else "",
+        opts.rootRank if rooted else None,
+    )
 
 
+_FIELDS: dict[type, tuple[bool, ...]] = {}
 _NAMES_OF_REDUCE_OPS = {hash(getattr(dist.ReduceOp, name)): name for name in dist.ReduceOp.RedOpType.__members__}

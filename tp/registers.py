@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -67,6 +68,26 @@ class Register(Protocol):
         ...
 
 
+class QuietRegister:
+    """A register of what few ranks ever change."""
+
+    def save(self) -> Any:
+        """As Register."""
+        raise NotImplementedError
+
+    def load(self, saved: Any) -> None:
+        """As Register."""
+        raise NotImplementedError
+
+    def start(self, start: Start) -> Any:
+        """As Register."""
+        raise NotImplementedError
+
+    def looks(self) -> Sequence[Callable[[], Any]]:
+        """Of what lies in the process now: answer the same as long as it is the same. `object` never does."""
+        raise NotImplementedError
+
+
 class TorchModes:
     """Grad and inference mode, autocast's switches, TorchFunction and TorchDispatch modes, the default device.
 
@@ -121,7 +142,7 @@ def _put_modes(functions: list[Any], dispatches: list[Any], device: tuple[Any, A
     _device.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context = device
 
 
-class AutocastTypes:
+class AutocastTypes(QuietRegister):
     """The dtypes that autocast casts to, and whether it keeps casts; what one rank has kept is not for another."""
 
     def __init__(self) -> None:
@@ -144,6 +165,11 @@ class AutocastTypes:
             torch.set_autocast_cache_enabled(saved[-1])
             self._loaded = saved
 
+    def looks(self) -> Sequence[Callable[[], Any]]:
+        """Where autocast is on, there may be casts to forget at every turn."""
+        types = (partial(_AUTOCAST_TYPE, device) for device in _DEVICES)
+        return (object,) if _ANY_AUTOCAST() else (_ANY_AUTOCAST, *types, _KEEPS_CASTS)
+
     def start(self, start: Start) -> Any:
         """torch's own defaults."""
         return _AUTOCAST_START
@@ -155,10 +181,16 @@ _KEEPS_CASTS = torch.is_autocast_cache_enabled
 _AUTOCAST_START = (torch.bfloat16, torch.float16, True)
 
 
-class DefaultType:
+class DefaultType(QuietRegister):
     """torch's default dtype."""
 
-    save = staticmethod(torch.get_default_dtype)
+    def save(self) -> Any:
+        """It."""
+        return torch.get_default_dtype()
+
+    def looks(self) -> Sequence[Callable[[], Any]]:
+        """It."""
+        return (torch.get_default_dtype,)
 
     def load(self, saved: Any) -> None:
         """Set it where it differs: setting is ten times as dear as asking."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.tp.data_movement import Fold, Move
+from tpbed.tp.recording import Entry
 from tpbed.tp.simulated_rank import SimulatedRank
 from tpbed.tp.simulated_run import SimulatedRun
 
@@ -32,6 +33,7 @@ class SimulatedWork(dist.Work):
     stream: Any = None  # CUDA: on which the rank works
     moved: Any = None  # CUDA: the event after which its outputs are there
     done = False
+    entry: Entry | None = None  # in the ledger
     _future: SimulatedFuture | None = None
 
     def __init__(
@@ -52,15 +54,30 @@ class SimulatedWork(dist.Work):
 
         Raises RuntimeError when `timeout`, on the world's clock, is over first.
         """
+        entry = self.entry
+        if entry is None:
+            self._wait(timeout)
+            return True
+        entry.wait()
+        try:
+            self._wait(timeout)
+        except BaseException as error:
+            entry.fail(error)
+            raise
+        entry.complete()
+        return True
+
+    def _wait(self, timeout: timedelta) -> None:
         self.run.wait_for(self, max(timeout.total_seconds(), 0.0) or self.timeout_s)
         if self.moved is not None:
             torch.cuda.current_stream().wait_event(self.moved)
-        return True
 
     def is_completed(self) -> bool:
         """Whether it is, after all others have had a turn."""
         if not self.done:
             self.run.poll(self.rank)
+        if self.done and self.entry is not None:
+            self.entry.complete()
         return self.done
 
     def is_success(self) -> bool:

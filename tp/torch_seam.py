@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from tpbed.tp.functional_seam import Pending, functional_replacements
 from tpbed.tp.ledger import WORLD
 from tpbed.tp.mesh_seam import Meshes
-from tpbed.tp.recording import BACKEND, RecordingGroup
+from tpbed.tp.recording import BACKEND, Entry, RecordingGroup
 from tpbed.tp.refusal import RefusedStore, cannot_wait, refusing
 from tpbed.tp.registers import RankGroups
 from tpbed.tp.simulated_group import Channel, SimulatedGroup
@@ -44,10 +44,10 @@ class SimulatedProcessGroup(RecordingGroup):
         raise RuntimeError("Backend gloo does not implement startCoalescing")
 
     def _handle(self, work: Any, seq: int, waited: bool) -> dist.Work:
-        handle = super()._handle(work, seq, waited)
+        work.entry = Entry(self._context.recorder, self.label, seq, waited=waited)
         if not waited and cannot_wait():  # it was issued inside an operator
-            self.seam.pending.add(work.outputs or work.inputs, handle)
-        return handle
+            self.seam.pending.add(work.outputs or work.inputs, work)
+        return work  # type: ignore[no-any-return]
 
     @property
     def group_desc(self) -> str:
