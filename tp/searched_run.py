@@ -14,7 +14,7 @@ from typing import Any
 
 from tpbed.tp.ledger import Event
 from tpbed.tp.simulated_rank import Awaited, SimulatedRank
-from tpbed.tp.simulated_run import SimulatedRun
+from tpbed.tp.simulated_run import TURN_NS, SimulatedRun
 
 Place = tuple[str, int]  # a group and a seq in it: where members meet
 Steer = Callable[["SearchedRun", Sequence[int]], int]  # whose turn it is, of the ranks that may have it
@@ -102,9 +102,8 @@ class SearchedRun(SimulatedRun):
 
     def _next(self) -> SimulatedRank | None:
         self.note_step()
-        self._wake_due()
-        while self.sleepers and not self.ready:
-            self._wake_first()
+        self.now_ns += TURN_NS
+        self._wake_some()
         if not self.ready:
             return None
         choice = self.steer(self, self._fair())

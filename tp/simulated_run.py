@@ -188,7 +188,7 @@ class SimulatedRun:
             )
         if self.unwinding:
             self._refuse(rank)
-        if owner is not None and owner is not rank:
+        if owner is not rank and owner is not None:
             raise ForeignGroupError(_foreign(owner, f"by rank {rank.index}"))
         if waits and len(self.members) > 1 and (inside := cannot_wait()):
             raise UnsupportedCollectiveError(
@@ -257,6 +257,7 @@ class SimulatedRun:
     def poll(self, owner: SimulatedRank) -> None:
         """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
         rank = self.here(owner)
+        self.now_ns += TURN_NS
         self._wake_due()
         if rank.polled_at != self.progress:
             rank.polled_at, rank.polls = self.progress, 0
@@ -273,7 +274,7 @@ class SimulatedRun:
     def _let_time_pass(self, rank: SimulatedRank) -> None:
         """To the next who wakes up; by less where the rank may have a time of its own in mind."""
         if rank.looked_at == self.progress:
-            self.now_ns += min(round(TURN_NS * PATIENCE**rank.polls), LONGEST_NS, self._until_next())
+            self.now_ns += TURN_NS + min(round(TURN_NS * PATIENCE**rank.polls), LONGEST_NS, self._until_next())
             self._wake_due()
         elif rank.polls > 1 and self.sleepers:
             self._wake_first()
@@ -323,12 +324,12 @@ class SimulatedRun:
             return None
 
     def _next(self) -> SimulatedRank | None:
-        self._wake_due()
-        while self.sleepers and not self.ready:
-            self._wake_first()
-        if not self.ready:
-            return None
-        return self.ranks[self.ready.pop() if len(self.ready) == 1 else self._choose()]
+        self.now_ns += TURN_NS
+        if self.sleepers:
+            self._wake_some()
+        if len(self.ready) > 1:
+            return self.ranks[self._choose()]
+        return self.ranks[self.ready.pop()] if self.ready else None
 
     def _choose(self) -> int:
         choice = self.schedule.choose(self.ready)
@@ -343,9 +344,13 @@ class SimulatedRun:
         order = self.progress = self.progress + 1
         heapq.heappush(self.sleepers, (self.now_ns + round(seconds * 1e9), order, rank.index, rank.waits))
 
+    def _wake_some(self) -> None:
+        """Those who slept until now can run; where nobody else can, so can the first of the others."""
+        self._wake_due()
+        while self.sleepers and not self.ready:
+            self._wake_first()
+
     def _wake_due(self) -> None:
-        """A turn takes time; those who slept until now can run."""
-        self.now_ns += TURN_NS
         while self.sleepers and self.sleepers[0][0] <= self.now_ns:
             self._wake_first()
 
