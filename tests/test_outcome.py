@@ -1,6 +1,8 @@
 """simulate: the verdict on any program in one call, as a value and as text."""
 
 import re
+import subprocess
+import sys
 
 import torch
 import torch.distributed as dist
@@ -39,3 +41,8 @@ def test_the_device_reaches_the_ranks():
 def test_the_world_is_free_for_the_next_call():
     assert simulate(lambda rank: dist.barrier() if rank else None).findings
     assert simulate(total, world_size=2).ok
+
+
+def test_a_verdict_does_not_load_ray():
+    code = "import sys, tpbed.harness.outcome; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
