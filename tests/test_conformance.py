@@ -295,9 +295,9 @@ def test_what_gloo_lets_pass_is_found_as_a_mismatch(call, way):
 
 STATED = {"mixed": GARBLED, "stricter": GROWN, "cut": CUT}  # where the simulated world differs on purpose, and how
 LEGEND = """
-same: each rank returns the same, is refused with the same error, or is lost in both worlds.
+same: each rank returns the same, is refused with the same error, or is lost (waits for ever, or ends) in both worlds.
 mixed: gloo leaves a mixture of both ranks' ops or dtypes in the tensors; a simulated rank gets the result of its own.
-stricter: gloo goes on with what came, or by the moment; simulated ranks wait for ever.
+stricter: gloo lets who expects more than is sent go on with what came; simulated ranks wait for ever.
 cut: gloo ends rank 0, and rank 1 may have its message by then; simulated ranks wait for ever.
 Each of the last three is found as a mismatch."""
 
