@@ -1,11 +1,10 @@
-"""Benchmarks of the simulated world: its cost beside bare tensor maths, of a hang beside a healthy run, of ranks."""
+"""Benchmarks of the simulated world as ratios: its cost beside bare tensor maths, and a hang beside a healthy run."""
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +22,6 @@ from tpbed.selector.select import compute_candidates
 from tpbed.selector.topk import canonical_topk
 from tpbed.tp.simulated import SimulatedWorld
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -36,16 +33,6 @@ class Ratio:
     median: float
     least: float
     greatest: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalePoint:
-    """What a world of so many ranks costs, for one all_reduce of each."""
-
-    world_size: int
-    healthy_ms: float
-    hang_ms: float
-    peak_mib: float  # of this process so far
 
 
 def bench_speed(*, world_size: int = 4, pairs: int = 200) -> Ratio:
@@ -83,16 +70,6 @@ def bench_hang(*, world_size: int = 4, pairs: int = 200) -> Ratio:
     )
 
 
-def bench_scale(sizes: Sequence[int] = SIZES, *, repeats: int = 3) -> Iterator[ScalePoint]:
-    """One all_reduce in worlds of growing size, healthy and with the last rank raising: the best of `repeats`."""
-    for size in sizes:
-        world = SimulatedWorld(size)
-        healthy = min(_timed_ms(partial(world.run, _reduce)) for _ in range(repeats))
-        hang = min(_timed_ms(partial(world.run, _reduce_without_last)) for _ in range(repeats))
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        yield ScalePoint(world_size=size, healthy_ms=healthy, hang_ms=hang, peak_mib=peak_mib)
-
-
 def _case(world_size: int) -> tuple[Plan, list[Any]]:
     scenario = Scenario(
         name="bench", claim="A step.", kind=0, world_size=world_size, org_vocab_size=1000 * world_size // 4
@@ -115,16 +92,6 @@ def _bare_local(hidden: Tensor, head: Any, k: int) -> tuple[Tensor, Tensor]:
     logits = project_candidate_logits(hidden, head)
     values, columns = canonical_topk(logits, min(k, logits.shape[1]))
     return pad_candidates(values.float(), columns + head.shard.org_start, k)
-
-
-def _reduce(rank: int) -> None:
-    dist.all_reduce(torch.ones(1))
-
-
-def _reduce_without_last(rank: int) -> None:
-    if rank == dist.get_world_size() - 1:
-        raise RuntimeError("planned")
-    dist.all_reduce(torch.ones(1))
 
 
 def _in_turn(name: str, numerator: Callable[[], Any], denominator: Callable[[], Any], pairs: int) -> Ratio:

@@ -1,4 +1,4 @@
-"""The command line: arguments in, exit status out; the only module that prints."""
+"""The command line: arguments in, exit status out; all that prints but harness/bench_cli.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast, get_args
 
 import typer
 
+from tpbed.harness import bench_cli
 from tpbed.harness.faults import describe
 from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName
 from tpbed.tp.errors import TestbedError
@@ -46,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(bench_cli.app, name="bench")
 
 
 class UsageError(TestbedError):
@@ -203,25 +205,6 @@ def doctor(as_json: AsJson = False) -> None:
                 print(f"{'':<6}{'':<{NAME_WIDTH}} {fact.remedy}")
         print("worlds " + ", ".join(f"{name}: {f'up to {n} ranks' if n else 'no'}" for name, n in largest.items()))
     raise typer.Exit(0 if largest["sim"] and largest["gloo"] else 1)
-
-
-@app.command()
-def bench(as_json: AsJson = False) -> None:
-    """Measure the simulated world here: as ratios within this run, and its cost by number of ranks up to 1,024."""
-    from dataclasses import asdict
-
-    import torch
-
-    from tpbed.harness.bench import bench_hang, bench_scale, bench_speed
-
-    torch.set_num_threads(1)
-    for ratio in (bench_speed(), bench_hang()):
-        told = f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.greatest:.2f})"
-        line = f"{ratio.name:<32} {told:<22} {ratio.numerator_ms:.2f} ms / {ratio.denominator_ms:.2f} ms, medians"
-        _print_json([asdict(ratio)]) if as_json else print(line)
-    for point in bench_scale():
-        line = f"{point.world_size:>5} ranks  {point.healthy_ms:8.2f} ms healthy  {point.hang_ms:8.2f} ms hang"
-        _print_json([asdict(point)]) if as_json else print(f"{line}  {point.peak_mib:,.0f} MiB peak")
 
 
 @app.command()

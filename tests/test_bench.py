@@ -1,7 +1,5 @@
 """Benchmarks: what they time is what they say, however long it takes."""
 
-import pytest
-
 from tpbed.harness import bench
 
 
@@ -33,8 +31,3 @@ def test_ratios_are_taken_pair_by_pair(monkeypatch):
     ratio = bench._in_turn("a / b", lambda: None, lambda: None, 3)
     assert (ratio.least, ratio.median, ratio.greatest) == (0.5, 0.75, 4.0)
     assert (ratio.numerator_ms, ratio.denominator_ms) == (3.0, 2.0)
-
-
-@pytest.mark.parametrize("sizes", [(1,), (2, 3)])
-def test_scale_has_a_point_for_every_size(sizes):
-    assert [point.world_size for point in bench.bench_scale(sizes, repeats=1)] == list(sizes)

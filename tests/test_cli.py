@@ -76,7 +76,9 @@ def last(out):
     return out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "hang", "--kind", "hang"], ["list", "--json"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["bench", "--help"], ["list"], ["list", "hang", "--kind", "hang"], ["list", "--json"]]
+)
 def test_help_and_list_import_neither_torch_nor_ray_nor_rich(arguments):
     subprocess.run([sys.executable, "-c", LIGHT, *arguments], check=True, capture_output=True, timeout=60)
 
@@ -426,19 +428,3 @@ def test_version_names_what_it_runs_on(tpbed):
         0,
         ["tpbed", "torch", "ray", "greenlet", "Python"],
     )
-
-
-def test_bench_measures_ratios_and_ranks_and_its_json_is_the_same_figures(tpbed, monkeypatch):
-    from tpbed.harness import bench
-
-    ratio = bench.Ratio(name="a / b", numerator_ms=1.0, denominator_ms=2.0, median=0.5, least=0.4, greatest=0.6)
-    monkeypatch.setattr(bench, "bench_speed", lambda: ratio)
-    monkeypatch.setattr(bench, "bench_hang", lambda: ratio)
-    real = bench.bench_scale
-    monkeypatch.setattr(bench, "bench_scale", lambda: real((1, 2), repeats=1))
-    status, out, _ = tpbed("bench", "--json")
-    told = [json.loads(line) for line in out.splitlines()]
-    assert status == 0
-    assert [one.get("median") for one in told[:2]] == [0.5, 0.5]
-    assert [one["world_size"] for one in told[2:]] == [1, 2]
-    assert "0.50 (0.40 to 0.60)" in tpbed("bench")[1]

@@ -2,9 +2,10 @@
 
 A rank's fate is the value it returns, the type of the error that it is refused with, or LOST: it waits for ever, its
 transport breaks, or gloo aborts its process. Which of the three a lost rank meets with gloo depends on the moment.
-`python tests/test_conformance.py` prints the table.
+`python tests/test_conformance.py` runs all of it and prints the table, and on stderr what each difference is.
 """
 
+import sys
 import warnings
 from datetime import timedelta
 
@@ -292,16 +293,52 @@ def test_what_gloo_lets_pass_is_found_as_a_mismatch(call, way):
     assert [finding.kind for finding in diagnose(run.ledgers, run.liveness)] == ["mismatch"]
 
 
+STATED = {"mixed": GARBLED, "stricter": GROWN, "cut": CUT}  # where the simulated world differs on purpose, and how
+LEGEND = """
+same: each rank returns the same, is refused with the same error, or is lost (waits for ever, or ends) in both worlds.
+mixed: gloo leaves a mixture of both ranks' ops or dtypes in the tensors; a simulated rank gets the result of its own.
+stricter: gloo lets who expects more than is sent go on with what came; simulated ranks wait for ever.
+cut: gloo ends rank 0, and rank 1 may have its message by then; simulated ranks wait for ever.
+Each of the last three is found as a mismatch."""
+
+
+def comparison(call, way, over_gloo, simulated):
+    """A cell of the table."""
+    if not are_alike(call, way, over_gloo, simulated):
+        return "DIFFERS"
+    return next((word for word, cases in STATED.items() if (call, way) in cases), "same")
+
+
+def table(cells):
+    """Markdown, with a row for each call; cells: words by call and way."""
+    rows = [["call", *WAYS], ["---"] * (1 + len(WAYS))]
+    rows += [[call.__name__, *(cells.get((call, way), "") for way in WAYS)] for call in CALLS]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_table_tells_apart_what_is_the_same_stated_and_neither():
+    assert comparison(barrier, "valid", (1, 1), (1, 1)) == "same"
+    assert comparison(all_reduce, "other dtype", (1, 2), (3, 4)) == "mixed"
+    assert comparison(all_gather, "other shape", (1, LOST), (LOST, LOST)) == "stricter"
+    assert comparison(batch_isend_irecv, "other shape", (LOST, 1), (LOST, LOST)) == "cut"
+    assert (
+        comparison(all_gather, "other shape", (1, 1), (1, 1)) == comparison(send, "valid", (1, 1), (1, 2)) == "DIFFERS"
+    )
+
+
 def main():
+    cells = {}
     with RayWorld(2) as real:
         for call, way in CASES:
+            print(f"{call.__name__}, {way} ...", file=sys.stderr, flush=True)
             program = played(call, way)
             over_gloo, simulated = fates(real, program), fates(SimulatedWorld(2), program)
-            alike = are_alike(call, way, over_gloo, simulated)
-            mark = "same  " if over_gloo == simulated else "worse " if alike else "DIFFER"
-            print(mark, f"{call.__name__:28}{way:20}", *(f"{f!s:.40}" for f in over_gloo), sep=" | ", flush=True)
-            if over_gloo != simulated:
-                print("       simulated:", *(f"{f!s:.60}" for f in simulated))
+            cells[call, way] = comparison(call, way, over_gloo, simulated)
+            if cells[call, way] != "same":
+                print(
+                    f"{cells[call, way]}: {over_gloo!s:.100} over gloo, {simulated!s:.100} simulated", file=sys.stderr
+                )
+    print(table(cells), LEGEND, sep="\n")
 
 
 if __name__ == "__main__":

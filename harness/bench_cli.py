@@ -1,0 +1,174 @@
+"""`tpbed bench`: its subcommands, and how they print what they measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it, and not by `tpbed --help`
+    from rich.table import Table
+
+    from tpbed.harness.bench import Ratio
+    from tpbed.harness.plot import Panel
+    from tpbed.harness.scale import ScalePoint
+
+Progress = Callable[[str], None]
+LARGEST = 1024  # ranks
+WIDTH = 120  # columns of a table, where no terminal says otherwise
+
+app = typer.Typer(
+    help="Measure the simulated world on this machine: as ratios within one run, and by its number of ranks.",
+    rich_markup_mode=None,
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
+UpTo = Annotated[int, typer.Option(help="The largest world size: measured are 2, 4, 8, ... up to it.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, too: FILE.png or FILE.svg.")]
+
+
+@app.callback(invoke_without_command=True)
+def everything(context: typer.Context, as_json: AsJson = False) -> None:
+    """Measure the simulated world on this machine; without a subcommand, all that there is."""
+    context.obj = as_json
+    if context.invoked_subcommand is None:
+        speed(context)
+        hang(context)
+        scale(context)
+
+
+@app.command()
+def speed(context: typer.Context, as_json: AsJson = False) -> None:
+    """A selector step: bare tensor maths over the same step on simulated ranks; 1.0 would cost nothing."""
+    from tpbed.harness.bench import bench_speed
+
+    _print_ratio("speed", bench_speed, as_json or context.obj)
+
+
+@app.command()
+def hang(context: typer.Context, as_json: AsJson = False) -> None:
+    """A run that ends in a proved hang, over a healthy run of the same program."""
+    from tpbed.harness.bench import bench_hang
+
+    _print_ratio("hang", bench_hang, as_json or context.obj)
+
+
+@app.command()
+def scale(context: typer.Context, up_to: UpTo = LARGEST, plot: PlotFile = None, as_json: AsJson = False) -> None:
+    """What a start, a small collective and a proved hang cost for each rank of 2, 4, 8, ... ranks; and the memory."""
+    with _progress() as progress:
+        progress("loading torch")
+        from tpbed.harness.plot import require_plot, write_plot
+        from tpbed.harness.scale import bench_scale, growths, sizes_up_to
+
+        sizes = sizes_up_to(up_to)
+        if plot:
+            require_plot(plot)
+        _use_one_thread()
+        points = list(bench_scale(sizes, on_progress=progress))
+    found = growths(points)
+    if as_json or context.obj:
+        _print_json([{"type": "point", **asdict(point)} for point in points])
+        _print_json([{"type": "growth", **asdict(growth)} for growth in found])
+    else:
+        _print_table(_table(points))
+        print(*found, "A slope of 0 is a world whose cost is linear in its ranks.", sep="\n")
+    if plot:
+        write_plot(plot, _panels(points))
+
+
+def _print_ratio(name: str, measure: Callable[[], Ratio], as_json: bool) -> None:
+    _use_one_thread()
+    with _progress() as progress:
+        progress(f"measuring {name}")
+        ratio = measure()
+    if as_json:
+        _print_json([{"type": "ratio", **asdict(ratio)}])
+        return
+    told = f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.greatest:.2f})"
+    print(f"{ratio.name:<32} {told:<22} {ratio.numerator_ms:.2f} ms / {ratio.denominator_ms:.2f} ms, medians")
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _table(points: Sequence[ScalePoint]) -> Table:
+    """A block of lines for each case."""
+    from rich.table import Table
+
+    from tpbed.harness.scale import UNITS
+
+    table = Table("", title="Real time for each rank, and memory, of a simulated world")
+    for heading in ("ranks", "least us", "median us", "ratio", "peak MiB", "KiB a rank"):
+        table.add_column(heading, justify="right")
+    case = ""
+    for point in _by_case(points):
+        if point.case != case:
+            table.add_section()
+        label = "" if point.case == case else f"{point.case}, a {UNITS[point.case]}"
+        case = point.case
+        table.add_row(label, f"{point.world_size:,}", *_figures(point))
+    return table
+
+
+def _by_case(points: Sequence[ScalePoint]) -> list[ScalePoint]:
+    """In the order in which cases, and within them sizes, were measured first."""
+    cases = list(dict.fromkeys(point.case for point in points))
+    return sorted(points, key=lambda point: cases.index(point.case))
+
+
+def _figures(point: ScalePoint) -> list[str]:
+    times = [f"{point.least_us:,.1f}", f"{point.median_us:,.1f}", f"{point.ratio:.2f}"]
+    return [*times, f"{point.peak_mib:,.1f}", f"{point.peak_kib_per_rank:,.1f}"]
+
+
+def _panels(points: Sequence[ScalePoint]) -> list[Panel]:
+    from tpbed.harness.plot import Line, Panel
+    from tpbed.harness.scale import UNITS
+
+    def panel(title: str, y_label: str, figure: str) -> Panel:
+        lines = [
+            Line(
+                label=f"{case}, a {unit}",
+                xs=[p.world_size for p in points if p.case == case],
+                ys=[getattr(p, figure) for p in points if p.case == case],
+            )
+            for case, unit in UNITS.items()
+        ]
+        return Panel(title=title, x_label="ranks", y_label=y_label, lines=lines, logarithmic=True)
+
+    return [
+        panel("Real time for each rank, least of the repeats", "microseconds", "least_us"),
+        panel("Resident memory at its highest, of all ranks", "MiB", "peak_mib"),
+    ]
+
+
+def _print_json(values: Sequence[dict[str, Any]]) -> None:
+    for value in values:
+        print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Says on stderr what is being done: on a terminal as one live line, else a line each."""
+    if not sys.stderr.isatty():
+        yield lambda message: print(f"{message} ...", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
