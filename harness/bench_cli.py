@@ -18,13 +18,14 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it, and not by 
     from tpbed.harness.bench import Ratio
     from tpbed.harness.plot import Panel
     from tpbed.harness.scale import ScalePoint
+    from tpbed.harness.soak import RanksReport
 
 Progress = Callable[[str], None]
 LARGEST = 1024  # ranks
 WIDTH = 120  # columns of a table, where no terminal says otherwise
 
 app = typer.Typer(
-    help="Measure the simulated world on this machine: as ratios within one run, and by its number of ranks.",
+    help="Measure worlds on this machine: as ratios within one run, by number of ranks, by hangs on real ranks.",
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
@@ -80,6 +81,45 @@ def scale(context: typer.Context, up_to: UpTo = LARGEST, plot: PlotFile = None, 
         print(*found, "A slope of 0 is a world whose cost is linear in its ranks.", sep="\n")
     if plot:
         write_plot(plot, _panels(points))
+
+
+@app.command()
+def ranks(
+    context: typer.Context,
+    world_size: Annotated[int, typer.Option("--tp", min=2, help="Ranks.")] = 4,
+    world: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
+    hangs: Annotated[
+        int, typer.Option(min=1, help="Hangs, of every kind in turn, each with a healthy run after it.")
+    ] = 100,
+    hogs: Annotated[int, typer.Option(min=0, help="Processes that keep a processor busy meanwhile.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of which rank is at fault.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Real ranks: how soon a hang of each kind is found, what recovery costs, what leaks, and runs a second."""
+    with _progress() as progress:
+        progress("starting ranks")
+        from tpbed.harness.soak import measure_ranks
+
+        report = measure_ranks(world, world_size, hangs, hogs=hogs, seed=seed, on_progress=progress)
+    if as_json or context.obj:
+        _print_json([{"type": "ranks", **asdict(report)}])
+    else:
+        _print_table(_table_of_hangs(report))
+        print(report)
+
+
+def _table_of_hangs(report: RanksReport) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "the culprit", title="From a rank's last event to the finding that names the culprit, in milliseconds"
+    )
+    for heading in ("hangs", "median", "99 %", "worst"):
+        table.add_column(heading, justify="right")
+    rows = {**report.verdict_ms, "recovery, all kinds": report.recovery_ms}
+    for label, spread in rows.items():
+        table.add_row(label, str(spread.count), *(f"{ms:,.1f}" for ms in (spread.median, spread.p99, spread.worst)))
+    return table
 
 
 def _print_ratio(name: str, measure: Callable[[], Ratio], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Soak: hang after hang of every kind on the same real ranks: how soon each is found, what recovery costs, what leaks."""
+"""Soak: hang after hang of every kind on the same real ranks: how soon each is found, what it costs, what leaks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from tpbed.harness.diagnose import diagnose
 from tpbed.harness.findings import Finding
+from tpbed.harness.worlds import open_world
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.rank import current
-from tpbed.tp.world import RankProgram, World, WorldRun
+from tpbed.tp.world import World
 
 
 class SoakError(TestbedError):
@@ -76,6 +77,83 @@ class Spread:
         return cls(count=len(ordered), median=statistics.median(ordered), p99=ordered[rank], worst=ordered[-1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksReport:
+    """What one world of real ranks was measured at, in one go."""
+
+    world: str
+    world_size: int
+    hogs: int
+    ready_s: float  # from the call that opens the world; Ray's own start is part of it, unless it runs
+    verdict_ms: dict[str, Spread]  # by kind; those of WITH_DEADLINE hold the deadline
+    recovery_ms: Spread
+    replaced: int  # processes, over all cycles
+    leaked: Footprint  # between the first cycle of each kind and the last
+    held: Footprint  # before
+    runs_per_s: float
+    loop_steps_per_s: float  # of the same step in a loop written by hand, on the same ranks
+
+    def __str__(self) -> str:
+        leaked, held = self.leaked, self.held
+        return (
+            f"{self.world}, {self.world_size} ranks, {self.hogs} processors kept busy: ready in {self.ready_s:.1f} s; "
+            f"{self.recovery_ms.count} hangs, each with a healthy run after it; {self.replaced} processes replaced\n"
+            f"leaked: {leaked.processes:+d} of {held.processes} processes, {leaked.descriptors:+d} of "
+            f"{held.descriptors} descriptors, {leaked.shared_files:+d} files in shared memory, "
+            f"{leaked.resident_mib:+.1f} of {held.resident_mib:.0f} MiB\n"
+            f"{self.runs_per_s:.0f} runs/s, {self.runs_per_s / self.loop_steps_per_s:.2f} of the "
+            f"{self.loop_steps_per_s:.0f} steps/s of a loop written by hand"
+        )
+
+
+def measure_ranks(
+    kind: str,
+    world_size: int,
+    hangs: int,
+    *,
+    hogs: int = 0,
+    seed: int = 0,
+    stall_after_s: float = 0.5,
+    on_progress: Callable[[str], None] = lambda _text: None,
+) -> RanksReport:
+    """Soak a world of that kind; rates are measured before processors are kept busy.
+
+    Raises SoakError, and what open_world raises.
+    """
+    began = time.monotonic()
+    with open_world(kind, world_size, progress=on_progress) as world:
+        ready_s = time.monotonic() - began
+        world.run(healthy)
+        on_progress("running steps")
+        runs_per_s, loop_steps_per_s = rate(world, _RATE_STEPS)
+        with hog(hogs):
+            list(soak(world, len(KINDS), seed=seed, stall_after_s=stall_after_s))  # whatever is kept for once
+            held, cycles = footprint(), []
+            for cycle in soak(world, hangs, seed=seed, stall_after_s=stall_after_s):
+                cycles.append(cycle)
+                on_progress(f"hang {len(cycles)} of {hangs}: rank {cycle.kind}")
+            leaked = footprint() - held
+        return RanksReport(
+            world=world.name,
+            world_size=world_size,
+            hogs=hogs,
+            ready_s=ready_s,
+            verdict_ms={
+                kind: Spread.of([c.verdict_ms for c in cycles if c.kind == kind])
+                for kind in dict.fromkeys(c.kind for c in cycles)
+            },
+            recovery_ms=Spread.of([c.recovery_ms for c in cycles]),
+            replaced=sum(c.replaced for c in cycles),
+            leaked=leaked,
+            held=held,
+            runs_per_s=runs_per_s,
+            loop_steps_per_s=loop_steps_per_s,
+        )
+
+
+_RATE_STEPS = 200
+
+
 def _meet() -> None:
     dist.all_reduce(torch.ones(4))
 
@@ -119,12 +197,13 @@ KINDS: dict[str, Callable[[], None]] = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "crashes in C": _crash,
     "is stalled": lambda: current().die("stall", "planned"),
+    "holds the GIL": lambda: ctypes.PyDLL(None).sleep(3600),
     "is stopped": lambda: current().die("stop", "planned"),
     "calls another op": _other_op,
     "brings another size": _other_size,
 }
-"""What the culprit does instead of the second collective; stalled and stopped ranks are found by the deadline."""
-WITH_DEADLINE = ("is stalled", "is stopped")
+"""What the culprit does instead of the second collective; those of WITH_DEADLINE are found by the deadline."""
+WITH_DEADLINE = ("is stalled", "holds the GIL", "is stopped")
 
 
 def soak(world: World, cycles: int, *, seed: int = 0, stall_after_s: float = 0.5) -> Iterator[Cycle]:
@@ -142,9 +221,7 @@ def soak(world: World, cycles: int, *, seed: int = 0, stall_after_s: float = 0.5
         _require(kind, culprit, findings)
         verdict_ms = (run.proof_ms or 0.0) + (time.perf_counter() - began) * 1e3
         _require_health(world)
-        yield Cycle(
-            kind=kind, verdict_ms=verdict_ms, recovery_ms=run.recovery_ms or 0.0, replaced=len(run.replaced)
-        )
+        yield Cycle(kind=kind, verdict_ms=verdict_ms, recovery_ms=run.recovery_ms or 0.0, replaced=len(run.replaced))
 
 
 def _require(kind: str, culprit: int, findings: Sequence[Finding]) -> None:
