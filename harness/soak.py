@@ -10,10 +10,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import psutil
@@ -189,6 +191,10 @@ def _other_size() -> None:
     dist.all_reduce(torch.ones(5))
 
 
+def _hold_the_gil() -> None:
+    deque(repeat(None), 0)  # a loop in C that asks for no signals
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "raises": _raise,
     "returns": lambda: None,
@@ -197,7 +203,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "crashes in C": _crash,
     "is stalled": lambda: current().die("stall", "planned"),
-    "holds the GIL": lambda: ctypes.PyDLL(None).sleep(3600),
+    "holds the GIL": _hold_the_gil,
     "is stopped": lambda: current().die("stop", "planned"),
     "calls another op": _other_op,
     "brings another size": _other_size,
