@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -179,6 +180,8 @@ def last_rank_raises_afterwards(hidden: Tensor, head: Any, *, k: int, group: Any
 
 SELECTORS: dict[str, Selector] = {
     "tpbed": compute_candidates,
+    "packed": partial(compute_candidates, merge="packed"),
+    "full-gather": partial(compute_candidates, merge="full_gather"),
     "crop": crop,
     "refuse-short-shard": refuse_short_shard,
     "skip-empty-shard": skip_empty_shard,

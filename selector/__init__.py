@@ -7,10 +7,11 @@ from tpbed.selector.admission import AdmissionError, Ruling, admit, admits_quant
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DenseHead, HeadError, LmHead, QuantMethod
 from tpbed.selector.merge import merge_gathered, two_gather_merge
+from tpbed.selector.packed import MAX_ID, keyed_topk, pack_keys, packed_merge, unpack_keys
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.reference import Discrepancy, error_bound, explain_candidates, reference_logits, reference_topk
-from tpbed.selector.select import Candidates, Note, compute_candidates
+from tpbed.selector.select import Candidates, Merge, Note, compute_candidates
 from tpbed.selector.shard import NO_TOKEN, ShardError, VocabShard
 from tpbed.selector.topk import (
     TopK,
@@ -24,6 +25,7 @@ from tpbed.selector.topk import (
 from tpbed.selector.unary import unary_transform
 
 __all__ = [
+    "MAX_ID",
     "NO_TOKEN",
     "AdmissionError",
     "Candidates",
@@ -33,6 +35,7 @@ __all__ = [
     "Fp8PerChannelMethod",
     "HeadError",
     "LmHead",
+    "Merge",
     "Note",
     "QuantMethod",
     "Ruling",
@@ -52,12 +55,16 @@ __all__ = [
     "explain_candidates",
     "flashinfer_topk",
     "is_dense_head",
+    "keyed_topk",
     "merge_gathered",
     "pack_fp8_per_channel",
+    "pack_keys",
+    "packed_merge",
     "project_candidate_logits",
     "reference_logits",
     "reference_topk",
     "torch_topk",
     "two_gather_merge",
     "unary_transform",
+    "unpack_keys",
 ]

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.admission import Path, admit
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DENSE_DTYPES, LmHead
-from tpbed.selector.merge import merge_gathered, two_gather_merge
+from tpbed.selector.merge import gather_columns, merge_gathered, two_gather_merge
+from tpbed.selector.packed import best_keys, pack_keys, packed_merge, require_packable, screen_keys
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.topk import TopK, default_topk, empty_topk
+
+Merge = Literal["two_gather", "packed", "full_gather"]
+"""How ranks put their candidates together.
+
+two_gather: values and ids, as SGLang does. packed: one key for both, as packed_merge says; with a canonical top-k the
+same bits at every TP. full_gather: all logits of all ranks, then one choice, as SGLang's DSpark; equal widths only.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +52,7 @@ def compute_candidates(
     group: dist.ProcessGroup | None,
     topk: TopK | None = None,
     note: Note | None = None,
+    merge: Merge = "two_gather",
 ) -> Candidates:
     """Choose the k best tokens of the whole vocabulary for each row; every rank calls this and gets the same answer.
 
@@ -52,18 +62,21 @@ def compute_candidates(
     topk: local kernel, default_topk of the device if None; without canonical_topk, which of the tokens that tie with
     the k-th value of a shard survive there is the kernel's choice.
     note: told "admission" and "topk" before the first collective: choices that all ranks must make alike.
-    Cost: the head's product, one local top-k, two all_gathers of k * 12 bytes per row and rank together.
+    merge: full_gather takes no top-k; it sorts keys.
+    Cost: the head's product, one local top-k, and per row and rank two all_gathers of k * 12 bytes together, one of
+    k * 8 (packed), or one of the shard's logits (full_gather).
     Raises SelectionError on every rank alike, before any collective.
     """
     note = note or _ignore
     path, because = check_request(hidden, head, k=k, group=group)
+    _check_merge(merge, head.shard)
     note("admission", path, because=because)
     logits = project_candidate_logits(hidden, head)
-    values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note))
-    if head.shard.world_size == 1:
-        values, ids = merge_gathered(values.float(), ids, k)
+    if merge == "full_gather":
+        values, ids = _choose_of_all(logits, head.shard, k, group)
     else:
-        values, ids = two_gather_merge(values, ids, k=k, group=group)
+        values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note))
+        values, ids = _MERGES[merge](values, ids, head.shard, k, group)
     return Candidates(ids=ids, values=values)
 
 
@@ -82,6 +95,15 @@ def check_request(hidden: Tensor, head: LmHead, *, k: int, group: dist.ProcessGr
     path, because = admit(head)
     _check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
     return path, because
+
+
+def _check_merge(merge: str, shard: VocabShard) -> None:
+    if merge not in get_args(Merge):
+        raise SelectionError(f"merge={merge!r} is none of {', '.join(get_args(Merge))}: use one of these.")
+    if merge == "full_gather" and not shard.equal_widths:
+        raise SelectionError('merge="full_gather" needs as many columns on every rank: use "packed" or "two_gather".')
+    if merge != "two_gather":
+        require_packable(shard.org_vocab_size)
 
 
 def _check_k(k: int, shard: VocabShard) -> None:
@@ -132,6 +154,37 @@ def _local_candidates(logits: Tensor, shard: VocabShard, k: int, topk: TopK) -> 
     nothing = local_k == 0 or logits.shape[0] == 0  # a kernel may not survive it; the gathers are joined all the same
     values, columns = empty_topk(logits, local_k) if nothing else topk(logits, local_k)
     return values, columns.long() + shard.org_start
+
+
+def _merge_two_gather(
+    values: Tensor, ids: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    if shard.world_size == 1:
+        return merge_gathered(values.float(), ids, k)
+    return two_gather_merge(values, ids, k=k, group=group)
+
+
+def _merge_packed(
+    values: Tensor, ids: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    if shard.world_size == 1:
+        return screen_keys(best_keys(pack_keys(values, ids), k))
+    return packed_merge(values, ids, k=k, group=group)
+
+
+_MERGES = {"two_gather": _merge_two_gather, "packed": _merge_packed}
+
+
+def _choose_of_all(logits: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Org columns of all ranks side by side are the org vocabulary and its padding, whose end is cropped.
+
+    Added columns stay out of the gather: between the shares of two ranks they would shift every id that follows.
+    """
+    ours = logits[:, : shard.num_org_padded]
+    whole = ours if shard.world_size == 1 else gather_columns(ours, group)
+    whole = whole[:, : shard.org_vocab_size]
+    ids = torch.arange(shard.org_vocab_size, device=logits.device).expand_as(whole)
+    return screen_keys(best_keys(pack_keys(whole, ids), k))
 
 
 def _ignore(name: str, value: object, because: str) -> None:
