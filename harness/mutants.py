@@ -181,6 +181,7 @@ def last_rank_raises_afterwards(hidden: Tensor, head: Any, *, k: int, group: Any
 SELECTORS: dict[str, Selector] = {
     "tpbed": compute_candidates,
     "packed": partial(compute_candidates, merge="packed"),
+    "agreed": partial(compute_candidates, admission="agreed"),
     "full-gather": partial(compute_candidates, merge="full_gather"),
     "crop": crop,
     "refuse-short-shard": refuse_short_shard,

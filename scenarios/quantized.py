@@ -51,4 +51,22 @@ SCENARIOS = (
         faults=(StaleMethod(rank=1),),
         expect=(Expected(kind="hang", ranks=(1,), seq=1, error="AttributeError", says="weight_scale"),),
     ),
+    Scenario(
+        name="quantized/stale-method-agreed",
+        claim="The same head under a vote: every rank raises before any projection, with every rank's reason.",
+        kind=7,
+        source="vllm-project/vllm#52147",
+        faults=(StaleMethod(rank=1),),
+        selector="agreed",
+        expect=(Expected(kind="crash_all", error="AdmissionError", says="rank 1 goes quantized"),),
+    ),
+    Scenario(
+        name="quantized/agreed",
+        claim="Heads that are alike pass the vote.",
+        kind=0,
+        source="vllm-project/vllm#52147",
+        head="fp8",
+        logits="gaussian",
+        selector="agreed",
+    ),
 )

@@ -11,7 +11,7 @@ from tpbed.selector.packed import MAX_ID, keyed_topk, pack_keys, packed_merge, u
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.reference import Discrepancy, error_bound, explain_candidates, reference_logits, reference_topk
-from tpbed.selector.select import Candidates, Merge, Note, compute_candidates
+from tpbed.selector.select import Candidates, Merge, Note, Policy, compute_candidates
 from tpbed.selector.shard import NO_TOKEN, ShardError, VocabShard
 from tpbed.selector.topk import (
     TopK,
@@ -23,6 +23,7 @@ from tpbed.selector.topk import (
     torch_topk,
 )
 from tpbed.selector.unary import unary_transform
+from tpbed.selector.vote import agree_admission
 
 __all__ = [
     "MAX_ID",
@@ -37,6 +38,7 @@ __all__ = [
     "LmHead",
     "Merge",
     "Note",
+    "Policy",
     "QuantMethod",
     "Ruling",
     "SelectionError",
@@ -45,6 +47,7 @@ __all__ = [
     "VocabShard",
     "admit",
     "admits_quant_method",
+    "agree_admission",
     "canonical_topk",
     "check_topk_contract",
     "compute_candidates",

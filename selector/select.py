@@ -17,12 +17,19 @@ from tpbed.selector.packed import best_keys, pack_keys, packed_merge, require_pa
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.topk import TopK, default_topk, empty_topk
+from tpbed.selector.vote import agree_admission
 
 Merge = Literal["two_gather", "packed", "full_gather"]
 """How ranks put their candidates together.
 
 two_gather: values and ids, as SGLang does. packed: one key for both, as packed_merge says; with a canonical top-k the
 same bits at every TP. full_gather: all logits of all ranks, then one choice, as SGLang's DSpark; equal widths only.
+"""
+
+
+Policy = Literal["rank_local", "agreed"]
+"""Who decides how a head is projected. rank_local: each rank for itself, as SGLang does; if their heads differ, one may
+raise alone and leave its peers waiting. agreed: all ranks by a vote before anything else, which costs one all_gather.
 """
 
 
@@ -53,6 +60,7 @@ def compute_candidates(
     topk: TopK | None = None,
     note: Note | None = None,
     merge: Merge = "two_gather",
+    admission: Policy = "rank_local",
 ) -> Candidates:
     """Choose the k best tokens of the whole vocabulary for each row; every rank calls this and gets the same answer.
 
@@ -62,16 +70,16 @@ def compute_candidates(
     topk: local kernel, default_topk of the device if None; without canonical_topk, which of the tokens that tie with
     the k-th value of a shard survive there is the kernel's choice.
     note: told "admission" and "topk" before the first collective: choices that all ranks must make alike.
-    merge: full_gather takes no top-k; it sorts keys.
+    merge: as Merge says; full_gather takes no top-k, it sorts keys. admission: as Policy says.
     Cost: the head's product, one local top-k, and per row and rank two all_gathers of k * 12 bytes together, one of
     k * 8 (packed), or one of the shard's logits (full_gather).
     Raises SelectionError on every rank alike, before any collective.
     """
     note = note or _ignore
-    path, because = check_request(hidden, head, k=k, group=group)
-    _check_merge(merge, head.shard)
+    _check_policies(merge, admission, check_shard(head))
+    path, because = check_request(hidden, head, k=k, group=group, admission=admission)
     note("admission", path, because=because)
-    logits = project_candidate_logits(hidden, head)
+    logits = project_candidate_logits(hidden, head, path=path)
     if merge == "full_gather":
         values, ids = _choose_of_all(logits, head.shard, k, group)
     else:
@@ -80,26 +88,38 @@ def compute_candidates(
     return Candidates(ids=ids, values=values)
 
 
-def check_request(hidden: Tensor, head: LmHead, *, k: int, group: dist.ProcessGroup | None) -> tuple[Path, str]:
-    """Raise SelectionError for a request that cannot be served, from sizes and types that every rank sees alike.
-
-    Returns the path that the head takes and the reason, as `admit` does.
-    """
+def check_shard(head: LmHead) -> VocabShard:
+    """The head's shard. Raises SelectionError where it has none."""
     shard = getattr(head, "shard", None)
     if not isinstance(shard, VocabShard):
         raise SelectionError(
             f"{type(head).__name__} has no shard, so its rows have no token ids: give it a VocabShard."
         )
+    return shard
+
+
+def check_request(
+    hidden: Tensor, head: LmHead, *, k: int, group: dist.ProcessGroup | None, admission: Policy = "rank_local"
+) -> tuple[Path, str]:
+    """Raise SelectionError for a request that cannot be served, from sizes and types that every rank sees alike.
+
+    Returns the path that the head takes and the reason, as `admit` or `agree_admission` does.
+    """
+    shard = check_shard(head)
     _check_k(k, shard)
     _check_group(shard, group)
-    path, because = admit(head)
+    if admission == "agreed" and shard.world_size > 1:
+        path, because = agree_admission(head, group=group, device=hidden.device)
+    else:
+        path, because = admit(head)
     _check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
     return path, because
 
 
-def _check_merge(merge: str, shard: VocabShard) -> None:
-    if merge not in get_args(Merge):
-        raise SelectionError(f"merge={merge!r} is none of {', '.join(get_args(Merge))}: use one of these.")
+def _check_policies(merge: str, admission: str, shard: VocabShard) -> None:
+    for name, given, allowed in (("merge", merge, get_args(Merge)), ("admission", admission, get_args(Policy))):
+        if given not in allowed:
+            raise SelectionError(f"{name}={given!r} is none of {', '.join(allowed)}: use one of these.")
     if merge == "full_gather" and not shard.equal_widths:
         raise SelectionError('merge="full_gather" needs as many columns on every rank: use "packed" or "two_gather".')
     if merge != "two_gather":
