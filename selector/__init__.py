@@ -6,8 +6,11 @@
 from tpbed.selector.admission import AdmissionError, Ruling, admit, admits_quant_method, is_dense_head
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DenseHead, HeadError, LmHead, QuantMethod
+from tpbed.selector.lattice import TransitionTables, lattice_scores
 from tpbed.selector.merge import merge_gathered, two_gather_merge
+from tpbed.selector.noise import keyed_gumbels, keyed_uniforms
 from tpbed.selector.packed import MAX_ID, keyed_topk, pack_keys, packed_merge, unpack_keys
+from tpbed.selector.packet import agree_on_draft
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.reference import Discrepancy, error_bound, explain_candidates, reference_logits, reference_topk
@@ -23,7 +26,9 @@ from tpbed.selector.topk import (
     torch_topk,
 )
 from tpbed.selector.unary import unary_transform
+from tpbed.selector.verify import verify
 from tpbed.selector.vote import agree_admission
+from tpbed.selector.walk import Draft, DraftParams, Noise, draft_distribution, walk
 
 __all__ = [
     "MAX_ID",
@@ -32,11 +37,14 @@ __all__ = [
     "Candidates",
     "DenseHead",
     "Discrepancy",
+    "Draft",
+    "DraftParams",
     "Fp8Head",
     "Fp8PerChannelMethod",
     "HeadError",
     "LmHead",
     "Merge",
+    "Noise",
     "Note",
     "Policy",
     "QuantMethod",
@@ -44,21 +52,27 @@ __all__ = [
     "SelectionError",
     "ShardError",
     "TopK",
+    "TransitionTables",
     "VocabShard",
     "admit",
     "admits_quant_method",
     "agree_admission",
+    "agree_on_draft",
     "canonical_topk",
     "check_topk_contract",
     "compute_candidates",
     "contract_topk",
     "default_topk",
     "dequantise_fp8",
+    "draft_distribution",
     "error_bound",
     "explain_candidates",
     "flashinfer_topk",
     "is_dense_head",
+    "keyed_gumbels",
     "keyed_topk",
+    "keyed_uniforms",
+    "lattice_scores",
     "merge_gathered",
     "pack_fp8_per_channel",
     "pack_keys",
@@ -70,4 +84,6 @@ __all__ = [
     "two_gather_merge",
     "unary_transform",
     "unpack_keys",
+    "verify",
+    "walk",
 ]
