@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpbed.selector.candidates import Candidates
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.merge import gather_columns, merge_gathered, pad_candidates, two_gather_merge
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.select import Candidates, compute_candidates
+from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import NO_TOKEN
 
 Selector = Callable[..., Candidates]

@@ -11,7 +11,7 @@ from tpbed.harness.inject import Injector
 from tpbed.harness.inputs import hidden_states
 from tpbed.harness.mutants import SELECTORS
 from tpbed.harness.plan import Plan
-from tpbed.selector.select import Candidates
+from tpbed.selector.candidates import Candidates
 from tpbed.tp.rank import current
 from tpbed.tp.world import RankProgram
 

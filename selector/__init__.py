@@ -4,6 +4,7 @@
 """
 
 from tpbed.selector.admission import AdmissionError, Ruling, admit, admits_quant_method, is_dense_head
+from tpbed.selector.candidates import Candidates, Merge
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DenseHead, HeadError, LmHead, QuantMethod
 from tpbed.selector.lattice import TransitionTables, lattice_scores
@@ -14,7 +15,7 @@ from tpbed.selector.packet import agree_on_draft
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.reference import Discrepancy, error_bound, explain_candidates, reference_logits, reference_topk
-from tpbed.selector.select import Candidates, Merge, Note, Policy, compute_candidates
+from tpbed.selector.select import Note, Policy, compute_candidates
 from tpbed.selector.shard import NO_TOKEN, ShardError, VocabShard
 from tpbed.selector.topk import (
     TopK,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -10,39 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.admission import Path, admit
+from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DENSE_DTYPES, LmHead
-from tpbed.selector.merge import gather_columns, merge_gathered, two_gather_merge
-from tpbed.selector.packed import best_keys, pack_keys, packed_merge, require_packable, screen_keys
+from tpbed.selector.packed import require_packable
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.shard import VocabShard
-from tpbed.selector.topk import TopK, default_topk, empty_topk
+from tpbed.selector.topk import TopK, default_topk
 from tpbed.selector.vote import agree_admission
-
-Merge = Literal["two_gather", "packed", "full_gather"]
-"""How ranks put their candidates together.
-
-two_gather: values and ids, as SGLang does. packed: one key for both, as packed_merge says; with a canonical top-k the
-same bits at every TP. full_gather: all logits of all ranks, then one choice, as SGLang's DSpark; equal widths only.
-"""
-
 
 Policy = Literal["rank_local", "agreed"]
 """Who decides how a head is projected. rank_local: each rank for itself, as SGLang does; if their heads differ, one may
 raise alone and leave its peers waiting. agreed: all ranks by a vote before anything else, which costs one all_gather.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidates:
-    """The k best tokens of each row over the whole vocabulary, best first, ties to the lower id.
-
-    ids: (rows, k) int64, -1 where no token is left. values: (rows, k) float32, the head's logits, -inf beside an id
-    of -1. In a row whose logits hold NaN every id is -1 and every value NaN.
-    """
-
-    ids: Tensor
-    values: Tensor
 
 
 class Note(Protocol):
@@ -79,13 +58,11 @@ def compute_candidates(
     _check_policies(merge, admission, check_shard(head))
     path, because = check_request(hidden, head, k=k, group=group, admission=admission)
     note("admission", path, because=because)
-    logits = project_candidate_logits(hidden, head, path=path)
-    if merge == "full_gather":
-        values, ids = _choose_of_all(logits, head.shard, k, group)
-    else:
-        values, ids = _local_candidates(logits, head.shard, k, _chosen_topk(topk, logits, note))
-        values, ids = _MERGES[merge](values, ids, head.shard, k, group)
-    return Candidates(ids=ids, values=values)
+    kernel = _chosen_topk(topk, hidden.device, note)
+    values, ids = choose_local(
+        project_candidate_logits(hidden, head, path=path), head.shard, k=k, topk=kernel, merge=merge
+    )
+    return merge_candidates(values, ids, head.shard, k=k, group=group, merge=merge)
 
 
 def check_shard(head: LmHead) -> VocabShard:
@@ -162,49 +139,11 @@ def _check_group(shard: VocabShard, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _chosen_topk(topk: TopK | None, logits: Tensor, note: Note) -> TopK:
-    chosen = default_topk(logits.device) if topk is None else topk
-    because = f"default for {logits.device.type}" if topk is None else "given by the caller"
+def _chosen_topk(topk: TopK | None, device: torch.device, note: Note) -> TopK:
+    chosen = default_topk(device) if topk is None else topk
+    because = f"default for {device.type}" if topk is None else "given by the caller"
     note("topk", getattr(chosen, "__name__", type(chosen).__name__), because=because)
     return chosen
-
-
-def _local_candidates(logits: Tensor, shard: VocabShard, k: int, topk: TopK) -> tuple[Tensor, Tensor]:
-    local_k = min(k, logits.shape[1])
-    nothing = local_k == 0 or logits.shape[0] == 0  # a kernel may not survive it; the gathers are joined all the same
-    values, columns = empty_topk(logits, local_k) if nothing else topk(logits, local_k)
-    return values, columns.long() + shard.org_start
-
-
-def _merge_two_gather(
-    values: Tensor, ids: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    if shard.world_size == 1:
-        return merge_gathered(values.float(), ids, k)
-    return two_gather_merge(values, ids, k=k, group=group)
-
-
-def _merge_packed(
-    values: Tensor, ids: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    if shard.world_size == 1:
-        return screen_keys(best_keys(pack_keys(values, ids), k))
-    return packed_merge(values, ids, k=k, group=group)
-
-
-_MERGES = {"two_gather": _merge_two_gather, "packed": _merge_packed}
-
-
-def _choose_of_all(logits: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Org columns of all ranks side by side are the org vocabulary and its padding, whose end is cropped.
-
-    Added columns stay out of the gather: between the shares of two ranks they would shift every id that follows.
-    """
-    ours = logits[:, : shard.num_org_padded]
-    whole = ours if shard.world_size == 1 else gather_columns(ours, group)
-    whole = whole[:, : shard.org_vocab_size]
-    ids = torch.arange(shard.org_vocab_size, device=logits.device).expand_as(whole)
-    return screen_keys(best_keys(pack_keys(whole, ids), k))
 
 
 def _ignore(name: str, value: object, because: str) -> None:

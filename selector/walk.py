@@ -81,7 +81,7 @@ def draft_distribution(scores: Tensor, params: DraftParams) -> Tensor:
     scores = torch.where(scores.isneginf().all(-1, keepdim=True), _first_only(scores), scores)
     q = torch.softmax(scores / temperature, dim=-1)
     q = _keep_best(q, params.top_k.view(shape), params.top_p.view(shape))
-    return torch.where(params.greedy.view(shape), _one_hot(scores.argmax(-1), scores.shape[-1]), q)
+    return torch.where(params.greedy.view(shape), _one_hot(scores.argmax(-1), q), q)
 
 
 def _first_only(scores: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def _keep_best(q: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(q).scatter(-1, order, best)
 
 
-def _one_hot(index: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.one_hot(index, size).float()
+def _one_hot(index: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter(-1, index.unsqueeze(-1), 1.0)
 
 
 def walk(ids: Tensor, q: Tensor, params: DraftParams, noise: Noise) -> Draft:
