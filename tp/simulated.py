@@ -23,11 +23,12 @@ from tpbed.tp.isolation import Isolation
 from tpbed.tp.schedule import RoundRobin, Schedule
 from tpbed.tp.simulated_run import REFUSALS, SimulatedRun
 from tpbed.tp.torch_seam import TorchSeam
+from tpbed.tp.virtual_exit import VirtualExit
 from tpbed.tp.virtual_time import VirtualTime
 from tpbed.tp.world import RankProgram, WorldRun
 
 _running: SimulatedRun | None = None
-_TIME, _ATTRIBUTION = VirtualTime(), Attribution()
+_TIME, _EXIT, _ATTRIBUTION = VirtualTime(), VirtualExit(), Attribution()
 
 
 class NestedWorldError(TestbedError):
@@ -122,7 +123,7 @@ def _in_place(run: SimulatedRun, seam: TorchSeam) -> Iterator[None]:
     caller.leave()
     try:
         _running = run
-        with seam.in_place(), _TIME.in_place(run), _ATTRIBUTION.in_place(run):
+        with seam.in_place(), _TIME.in_place(run), _EXIT.in_place(run), _ATTRIBUTION.in_place(run):
             yield
     finally:
         run.dissolve()
