@@ -1,6 +1,7 @@
 """What ends a process ends the rank that calls it: recorded as a real world records it, and the session goes on."""
 
 import _thread
+import contextlib
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from tpbed.tp.simulated import SimulatedWorld
 
 FUNCTIONS = ((os, "_exit"), (os, "abort"), (os, "kill"), (signal, "raise_signal"))
 
-SENDS = (lambda number: os.kill(os.getpid(), number), lambda number: signal.raise_signal(number))  # noqa: PLW0108
+SENDS = (lambda number: os.kill(os.getpid(), number), lambda number: signal.raise_signal(number))
 
 
 def in_place():
@@ -54,7 +55,7 @@ def test_a_signal_that_a_rank_sends_itself_kills_it_alone(send, number):
 
 
 def test_abort_is_a_death_by_its_signal():
-    end, _, _ = end_of(lambda: os.abort())  # noqa: PLW0108 - looked up when it is called
+    end, _, _ = end_of(lambda: os.abort())
     assert (end.how, end.signal) == ("killed", signal.SIGABRT)
 
 
@@ -138,10 +139,8 @@ class Broken(RoundRobin):
 @pytest.mark.parametrize("schedule", [RoundRobin(), Broken()])
 def test_the_caller_gets_its_own_functions_back_however_the_run_ends(leave, schedule):
     before = in_place()
-    try:
+    with contextlib.suppress(KeyboardInterrupt, ZeroDivisionError):
         SimulatedWorld(2, schedule).run(lambda rank: leave())
-    except (KeyboardInterrupt, ZeroDivisionError):
-        pass
     assert in_place() == before
 
 

@@ -67,6 +67,10 @@ class Recorder:
         """The rank blocks on a collective that it had issued without waiting."""
         self._sink(("wait", group, seq))
 
+    def ask(self, group: str, seq: int) -> None:
+        """The rank asked whether a collective is complete, and it was not."""
+        self._sink(("ask", group, seq))
+
     def message(self, group: str, op: str, peer: int | None, tag: int, payload: Tensor) -> int:
         """A message is about to be sent or received; peer as in MessageRecord. Returns its seq."""
         seq = self.message_seqs[group] = self.message_seqs[group] + 1

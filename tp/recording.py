@@ -21,6 +21,8 @@ Watch = Callable[[dist.Work, str, int], None]
 class RecordedWork(dist.Work):
     """A handle of a recorded collective: waiting on it, or asking whether it is done, is written to the ledger."""
 
+    _asked = False
+
     def __init__(self, inner: dist.Work, recorder: Recorder, group: str, seq: int, *, waited: bool) -> None:
         super().__init__()
         self._inner, self._recorder, self._place = inner, recorder, (group, seq)
@@ -40,7 +42,10 @@ class RecordedWork(dist.Work):
         return answer
 
     def is_completed(self) -> bool:
-        """True once the transport says so."""
+        """True once the transport says so. That it was asked in vain is written before a rank may ask for ever."""
+        if not self._asked and not self._done and not self._waited:
+            self._asked = True
+            self._recorder.ask(*self._place)
         done = bool(self._inner.is_completed())
         if done:
             self._finish("completed")

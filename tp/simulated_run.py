@@ -167,7 +167,7 @@ class SimulatedRun:
             self._end(rank, recorder.returned, result)
         except _Unwind:
             raise
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
+        except BaseException as error:
             if self.interrupted and isinstance(error, KeyboardInterrupt):
                 raise
             self._end(rank, partial(recorder.raised, error))
