@@ -71,6 +71,15 @@ def explain(findings: Sequence[Finding], seen: Observed) -> str:
     return "\n".join([*told, *_tracebacks(findings, seen.ledgers)])
 
 
+def headline(findings: Sequence[Finding]) -> str:
+    """The first finding in one line that begins with what and who: `hang: rank 2 raised RuntimeError ...`."""
+    first = findings[0]
+    ranks = f" of {name_ranks(first.ranks)}" if len(first.ranks) > 1 else ""
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    told = first.causes[0].text if first.causes else first.text
+    return f"{first.kind}{ranks}{more}: {' '.join(told.split())}"
+
+
 def _tracebacks(findings: Sequence[Finding], ledgers: Sequence[Ledger]) -> Iterator[str]:
     at_fault = dict.fromkeys(rank for finding in findings for rank in finding.ranks)
     ends = {rank: end for rank in at_fault if (end := ledgers[rank].end) is not None and end.traceback}

@@ -10,7 +10,7 @@ from records import ONE_RAISES, RAISED, RETURNED, collective, ledger, one_raises
 
 from tpbed.harness.faults import Kill
 from tpbed.harness.findings import Cause, Finding
-from tpbed.harness.report import WIDTH, again, describe_expected, positions, render, row, to_json, to_junit
+from tpbed.harness.report import WIDTH, again, describe_expected, headline, positions, render, row, to_json, to_junit
 from tpbed.harness.scenario import Expected
 from tpbed.harness.verdict import Verdict, judge
 from tpbed.tp.ledger import End, Mark
@@ -155,6 +155,13 @@ def test_causes_beyond_the_second_are_named_by_rank_in_a_pass_and_told_in_a_fail
     finding = finding_of(*"abcde")
     assert lines_of(render(verdict_of(finding, status="PASS")), "cause")[2:] == ["cause and of ranks 2-4"]
     assert lines_of(render(verdict_of(finding)), "cause") == [f"cause rank {rank} {'abcde'[rank]}" for rank in range(5)]
+
+
+def test_a_headline_is_one_line_that_begins_with_what_and_who():
+    one, two = finding_of("raised\n it"), finding_of("left", "raised it")
+    assert headline([one]) == "hang: rank 0 raised it"
+    assert headline([two, one]) == "hang of ranks 0, 1 (and 1 more): rank 0 left"
+    assert headline([replace(one, causes=())]) == "hang: x"
 
 
 def test_the_site_of_a_cause_is_not_told_twice():
