@@ -25,7 +25,7 @@ from tpbed.tp.simulated_run import REFUSALS, SimulatedRun
 from tpbed.tp.torch_seam import TorchSeam
 from tpbed.tp.virtual_exit import VirtualExit
 from tpbed.tp.virtual_time import VirtualTime
-from tpbed.tp.world import RankProgram, WorldRun
+from tpbed.tp.world import RankProgram, WorldRun, require_world_size
 
 _running: SimulatedRun | None = None
 _TIME, _EXIT, _ATTRIBUTION = VirtualTime(), VirtualExit(), Attribution()
@@ -37,10 +37,6 @@ class NestedWorldError(TestbedError):
 
 class ClosedWorldError(TestbedError):
     """A world was to run after it was closed."""
-
-
-class WorldSizeError(TestbedError):
-    """A world cannot have so many ranks."""
 
 
 class UnwindError(TestbedError):
@@ -62,8 +58,7 @@ class SimulatedWorld:
     def __init__(
         self, world_size: int = 4, schedule: Schedule | None = None, device: str | torch.device = "cpu"
     ) -> None:
-        if world_size < 1:
-            raise WorldSizeError(f"world_size={world_size}: a world has one rank at least.")
+        require_world_size(world_size)
         self.world_size = world_size
         self.schedule: Schedule = RoundRobin() if schedule is None else schedule
         self.device = torch.device(device)

@@ -288,8 +288,9 @@ class SimulatedRun:
         """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
         if death in ("stop", "stall"):
             self._freeze(self.here(), "stopped" if death == "stop" else "stalled", why)
-        ends = {"kill": {"how": "killed", "signal": 9}, "exit": {"how": "exited", "exit_code": 1}}
-        self.leave(End(**ends[death], message=why, at_ns=self.clock()))
+        if death == "kill":
+            self.leave(End(how="killed", signal=9, message=why, at_ns=self.clock()))
+        self.leave(End(how="exited", exit_code=1, message=why, at_ns=self.clock()))
 
     def leave(self, end: End) -> None:
         """The rank whose turn it is dies, as `end` says: its process has exited or was killed."""
