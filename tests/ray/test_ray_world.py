@@ -339,6 +339,17 @@ def test_a_stalled_rank_is_found_at_the_deadline_with_its_frames(world):
     assert_ready(world, pids)
 
 
+def test_a_monitored_barrier_is_recorded_and_lets_pass_only_all(world):
+    def program(rank):
+        if rank != 2:
+            dist.monitored_barrier()
+
+    assert world.run(lambda rank: dist.monitored_barrier()).results == (None,) * 4
+    run = world.run(program)
+    (finding,) = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.op) == ("hang", (2,), "monitored_barrier")
+
+
 def test_the_rank_that_left_is_to_blame_and_not_those_that_ask_for_ever(world):
     def program(rank):
         work = dist.barrier(async_op=True) if rank else None
