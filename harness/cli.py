@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import shutil
 import sys
 import time
@@ -14,7 +15,7 @@ from importlib import metadata
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 
 import typer
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # torch and Ray are imported by the commands that need them, 
     from tpbed.harness.verdict import Status
 
 _STARTED = time.monotonic()
-USAGE, UNDECIDED = 2, 3
+USAGE, UNDECIDED, CLOSED_PIPE = 2, 3, 141
 STATUSES: dict[str, Status] = {"passed": "PASS", "failed": "FAIL", "undecided": "UNDECIDED"}
 WORLD_CHOICES = ("auto", *get_args(WorldName))
 COLOURS = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "bold yellow"}
@@ -60,13 +61,32 @@ def main(arguments: list[str] | None = None) -> None:
     arguments: None for those of the process.
     """
     try:
-        app(arguments, prog_name="tpbed")
+        _run_app(arguments)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # which typer makes a status 1 of
+            _hang_up()
+        raise
+    except BrokenPipeError:
+        _hang_up()
     except TestbedError as error:
         print(f"tpbed: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(USAGE)
     except Exception:  # noqa: BLE001 - a bug of tpbed: Python's own status 1 would read as FAIL
         traceback.print_exc()
         sys.exit(UNDECIDED)
+
+
+def _run_app(arguments: list[str] | None) -> None:
+    try:
+        app(arguments, prog_name="tpbed")
+    finally:
+        sys.stdout.flush()
+
+
+def _hang_up() -> NoReturn:
+    """Who read our output has gone, as `head` does: end without a word, like a program that SIGPIPE has killed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes when it ends
+    sys.exit(CLOSED_PIPE)
 
 
 Patterns = Annotated[
@@ -102,21 +122,23 @@ def list_scenarios(
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="The name of one scenario.")], as_json: AsJson = False) -> None:
-    """Show all that a scenario says: what is run, which faults strike, and what must be found."""
-    catalogue = load_catalogue()
-    if name not in catalogue:
-        raise UsageError(
-            f"no scenario is called {name!r}{_near(name, catalogue)}: `tpbed list` names all {len(catalogue)}."
-        )
-    told = _told(catalogue[name])
+def show(
+    names: Annotated[list[str], typer.Argument(metavar="GLOB...", help="Names of scenarios, as for `tpbed list`.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show all that scenarios say: what is run, which faults strike, and what must be found."""
+    scenarios = select(load_catalogue(), names)
     if as_json:
-        _print_json([told])
+        _print_json([_told(scenario) for scenario in scenarios])
         return
-    for key, value in told.items():
+    print("\n\n".join("\n".join(_lines_of(scenario)) for scenario in scenarios))
+
+
+def _lines_of(scenario: Scenario) -> Iterator[str]:
+    for key, value in _told(scenario).items():
         entries = value if isinstance(value, list) else [value]
         for number, entry in enumerate(["none"] if value in (None, "", []) else entries):
-            print(f"{key if number == 0 else '':<{NAME_WIDTH}}  {entry}")
+            yield f"{key if number == 0 else '':<{NAME_WIDTH}}  {entry}"
 
 
 @app.command()
@@ -208,11 +230,15 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the versions of tpbed and of what it runs on."""
-    for package in ("tpbed", "torch", "ray", "greenlet"):
-        print(f"{package} {_version_of(package)}")
-    print(f"Python {sys.version.split()[0]}")
+    versions = {package: _version_of(package) for package in ("tpbed", "torch", "ray", "greenlet")}
+    versions["Python"] = sys.version.split()[0]
+    if as_json:
+        _print_json([versions])
+        return
+    for name, number in versions.items():
+        print(f"{name} {number}")
 
 
 def load_catalogue() -> dict[str, Scenario]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tpbed.harness.circle import Place, Record, explain_circle, tell
 from tpbed.harness.decisions import Divergence, find_divergences
 from tpbed.harness.findings import Cause, Finding, name_ranks
-from tpbed.harness.messages import find_lone_messages, find_unfit_messages, tell_message
+from tpbed.harness.messages import find_lone_messages, find_unfit_messages
 from tpbed.harness.mismatch import find_mismatches, find_strided
 from tpbed.tp.ledger import CollectiveRecord, Ledger, MessageRecord
 from tpbed.tp.messages import Mail
 from tpbed.tp.world import Liveness
 
-Record = CollectiveRecord | MessageRecord
 TRANSPORT = (
     "Connection ",
     "gloo/transport",
@@ -22,6 +22,7 @@ TRANSPORT = (
     "Socket",
     "Broken pipe",
     "Timed out",
+    "Operation timed out",
     "aborted",
     "monitoredBarrier",
 )  # in its errors
@@ -55,9 +56,10 @@ class _Scene:
 
     def __init__(self, ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> None:
         self.ledgers, self.liveness = ledgers, liveness
-        self.blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
         self.ended = [ledger.rank for ledger in ledgers if ledger.end is not None]
         self._mail = Mail(ledgers)
+        blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
+        self.blocked = {rank: record for rank, record in blocked.items() if not self._gave_up(record)} | self._asking()
 
     def absent_from(self, record: Record, waiting: int) -> tuple[int, ...]:
         """The ranks that never joined this collective or message of rank `waiting`, or died or raised in it."""
@@ -65,6 +67,19 @@ class _Scene:
             return self._mail.missing_ranks(waiting, record)
         members = self.ledgers[waiting].groups[record.group]
         return tuple(rank for rank in members if self._is_absent(rank, record))
+
+    def _asking(self) -> dict[int, Record]:
+        """What ranks ask about for ever instead of waiting for it, where it can never be complete."""
+        stalled = [ledger for ledger in self.ledgers if self.liveness[ledger.rank].state == "stalled"]
+        asked = {ledger.rank: record for ledger in stalled if (record := _asked(ledger)) is not None}
+        return {rank: record for rank, record in asked.items() if self.absent_from(record, rank)}
+
+    def _gave_up(self, record: Record) -> bool:
+        """Whether a wait timed out for which a peer came later, and waits now in vain: the blame is not the peer's."""
+        if "timed out" not in record.error.lower() or isinstance(record, MessageRecord):
+            return False
+        waiting = (ledger.waiting_in() for ledger in self.ledgers)
+        return any(r is not None and (r.group, r.seq) == (record.group, record.seq) for r in waiting)
 
     def _is_absent(self, rank: int, record: CollectiveRecord) -> bool:
         ledger = self.ledgers[rank]
@@ -84,26 +99,16 @@ def _blocked_in(ledger: Ledger) -> Record | None:
     return last if thrown_out and ledger.end is not None and ledger.end.how == "raised" else None
 
 
+def _asked(ledger: Ledger) -> Record | None:
+    """The last collective that the rank asked about, if it has not seen it complete."""
+    last = next((record for record in reversed(ledger.collectives) if record.asked), None)
+    return last if last is not None and last.state in ("scheduled", "started") else None
+
+
 def _last(ledger: Ledger) -> Record | None:
     """What the rank called last."""
     last: tuple[Record, ...] = (*ledger.collectives[-1:], *ledger.messages[-1:])
     return max(last, key=lambda record: record.started_ns, default=None)
-
-
-def _tell(record: Record) -> str:
-    if isinstance(record, MessageRecord):
-        return tell_message(record)
-    return f"{record.op} seq {record.seq} of group {record.group}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A collective that some ranks are blocked in and some will never join; or a message, and one rank in it."""
-
-    record: Record
-    waiting: tuple[int, ...]
-    absent: tuple[int, ...]
-    roots: tuple[int, ...]  # absent for a reason of their own
 
 
 def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
@@ -111,19 +116,19 @@ def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
     rooted = _one_per_root([place for place in places if place.roots])
     if rooted:
         return [_explain_hang(place, scene) for place in rooted]
-    return [_explain_cycle(places, scene)] if places and not mismatches else []
+    return [explain_circle(places, scene.blocked, scene.ledgers)] if places and not mismatches else []
 
 
-def _one_per_root(places: Sequence[_Place]) -> list[_Place]:
+def _one_per_root(places: Sequence[Place]) -> list[Place]:
     """Of the places that wait for the same ranks, the one that was entered first."""
-    kept: list[_Place] = []
+    kept: list[Place] = []
     for place in sorted(places, key=lambda place: place.record.started_ns):
         if not any(set(place.roots) <= set(other.roots) for other in kept):
             kept.append(place)
     return kept
 
 
-def _places(scene: _Scene) -> list[_Place]:
+def _places(scene: _Scene) -> list[Place]:
     by_place: dict[tuple[str, int, int | None], list[int]] = {}
     for rank, record in scene.blocked.items():
         alone = rank if isinstance(record, MessageRecord) else None
@@ -131,11 +136,11 @@ def _places(scene: _Scene) -> list[_Place]:
     return [place for ranks in by_place.values() if (place := _place(ranks, scene)).absent]
 
 
-def _place(ranks: list[int], scene: _Scene) -> _Place:
+def _place(ranks: list[int], scene: _Scene) -> Place:
     record = scene.blocked[ranks[0]]
     absent = tuple(rank for rank in scene.absent_from(record, ranks[0]) if rank not in ranks)
     roots = tuple(rank for rank in absent if rank not in scene.blocked)
-    return _Place(record, tuple(sorted(ranks)), absent, roots)
+    return Place(record, tuple(sorted(ranks)), absent, roots)
 
 
 def _follows(record: Record, mismatches: Sequence[Finding]) -> bool:
@@ -149,7 +154,7 @@ def _follows(record: Record, mismatches: Sequence[Finding]) -> bool:
     )
 
 
-def _explain_hang(place: _Place, scene: _Scene) -> Finding:
+def _explain_hang(place: Place, scene: _Scene) -> Finding:
     record, ranks = place.record, place.roots
     frozen = all(scene.liveness[rank].state in ("stopped", "stalled") for rank in ranks)
     fate = "which does not get there" if frozen else "which can never join"
@@ -161,29 +166,8 @@ def _explain_hang(place: _Place, scene: _Scene) -> Finding:
         group=record.group,
         step=record.step,
         waiting_ranks=tuple(sorted(scene.blocked)),
-        text=f"{_tell(record)} waits for {name_ranks(ranks)}, {fate}",
+        text=f"{tell(record, scene.ledgers)} waits for {name_ranks(ranks)}, {fate}",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks),
-    )
-
-
-def _explain_cycle(places: Sequence[_Place], scene: _Scene) -> Finding:
-    record = places[0].record
-    ranks = tuple(sorted({rank for place in places for rank in place.waiting}))
-    waits = [f"{name_ranks(p.waiting)} in {_tell(p.record)}" for p in places]
-    return Finding(
-        kind="hang",
-        ranks=ranks,
-        op=record.op,
-        seq=record.seq,
-        group=record.group,
-        step=record.step,
-        waiting_ranks=ranks,
-        text=f"ranks wait for each other in a circle: {'; '.join(waits)}",
-        causes=tuple(
-            Cause(rank=rank, text=f"rank {rank} waits for {name_ranks(place.absent)}", site=scene.blocked[rank].site)
-            for place in places
-            for rank in place.waiting
-        ),
     )
 
 
@@ -191,7 +175,8 @@ def _frozen(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
     """Ranks that do not get anywhere although nobody waits for them."""
     explained = {rank for finding in found for rank in finding.ranks}
     frozen = [rank for rank, seen in enumerate(scene.liveness) if seen.state in ("stopped", "stalled")]
-    ranks = tuple(rank for rank in frozen if rank not in explained)
+    asking = {rank for rank in scene.blocked if scene.ledgers[rank].waiting_in() is None}
+    ranks = tuple(rank for rank in frozen if rank not in explained | asking)
     causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks)
     text = f"{name_ranks(ranks)} made no progress outside any collective, and nobody waits there"
     return [Finding(kind="stall", ranks=ranks, text=text, causes=causes)] if ranks else []
@@ -217,7 +202,9 @@ def _cause_of_end(ledger: Ledger, after: str) -> Cause:
         "exited": f"left with exit status {end.exit_code}",
         "killed": f"was killed by {_signal_name(end.signal)}",
     }[end.how]
-    text = f"rank {ledger.rank} {told} {after}" + (f": {end.message}" if end.message else "")
+    said_already = (f"exited with status {end.exit_code}", told.removeprefix("was "))
+    more = f": {end.message}" if end.message and end.message not in said_already else ""
+    text = f"rank {ledger.rank} {told} {after}{more}"
     return Cause(rank=ledger.rank, text=text, error_type=end.error_type, site=end.site)
 
 
@@ -261,7 +248,8 @@ def _incomplete(scene: _Scene) -> list[Finding]:
             group=first.group,
             step=first.step,
             waiting_ranks=ranks,
-            text=f"{_tell(first)} does not complete, though all have come: what they bring to it does not fit",
+            text=f"{tell(first, scene.ledgers)} does not complete, though all have come: what they bring to it does "
+            "not fit",
             causes=tuple(_brings(rank, scene.blocked[rank]) for rank in ranks),
         )
     ]
@@ -293,7 +281,7 @@ def _explain_shortfall(scene: _Scene, group: str, short: tuple[int, ...], most: 
         seq=first,
         group=group,
         step=missed.step,
-        text=f"{missed.op} seq {first} of group {group} went without {name_ranks(short)}, and nothing waited",
+        text=f"{tell(missed, scene.ledgers)} went without {name_ranks(short)}, and nothing waited",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in short),
     )
 

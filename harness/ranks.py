@@ -7,13 +7,13 @@ from typing import Any, Self
 
 from tpbed.harness.diagnose import diagnose
 from tpbed.harness.findings import Finding
-from tpbed.harness.report import explain
+from tpbed.harness.report import explain, headline
 from tpbed.harness.worlds import open_world
 from tpbed.tp.world import RankProgram, World, WorldRun
 
 
 class RanksFailed(AssertionError):
-    """A program did not end well on every rank; the message is the explanation, as the command line prints it."""
+    """A program did not end well on every rank; the message is a headline and the explanation."""
 
     def __init__(self, message: str, findings: tuple[Finding, ...], run: WorldRun) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class Ranks:
         run = self._world(world or self._default, world_size).run(program, stall_after_s=stall_after_s)
         findings = diagnose(run.ledgers, run.liveness)
         if findings:
-            raise RanksFailed(explain(findings, run), findings, run)
+            raise RanksFailed(f"{headline(findings)}\n{explain(findings, run)}", findings, run)
         return run.results
 
     def __enter__(self) -> Self:

@@ -95,6 +95,8 @@ class Scenario:
     stall_after_s: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ScenarioError(f"{self.name}: world_size={self.world_size}: give 1 or more.")
         for fault in self.faults:
             if not 0 <= fault.rank < self.world_size:
                 raise ScenarioError(

@@ -83,6 +83,13 @@ class Story:
         self.events.append(("state", group, self.seqs[group], "failed", error, len(self.events)))
         return self
 
+    def asks(self, op: str = "all_gather", **fields: object) -> Story:
+        """It issues a collective and asks in vain whether that is complete."""
+        self.calls(op, done=False, waited=False, **fields)  # type: ignore[arg-type]
+        group = str(fields.get("group", "world"))
+        self.events.append(("ask", group, self.seqs[group]))
+        return self
+
     def decides(self, name: str, value: str, because: str = "it says so") -> Story:
         self.events.append(("decision", name, value, because, "select.py:1 choose"))
         return self

@@ -135,6 +135,30 @@ def test_show_as_json(tpbed):
     assert json.loads(out)["worlds"] == ["sim", "gloo", "nccl"]
 
 
+@pytest.mark.parametrize("patterns", [["hang/*"], ["hang"], ["hang/one-rank-raises", "hang/unexpected"]])
+def test_show_tells_all_that_match(tpbed, patterns):
+    status, out, _ = tpbed("show", *patterns)
+    told = [block.splitlines()[0].split() for block in out.split("\n\n")]
+    assert (status, told) == (0, [["name", "hang/one-rank-raises"], ["name", "hang/unexpected"]])
+    assert len(tpbed("show", *patterns, "--json")[1].splitlines()) == 2
+
+
+CLOSES = """
+import os, sys
+from tpbed.harness.cli import main
+reads, writes = os.pipe()
+os.close(reads)
+os.dup2(writes, 1)
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["--help"], ["show", "hang"]])
+def test_a_reader_that_goes_away_is_met_with_silence(arguments):
+    ended = subprocess.run([sys.executable, "-c", CLOSES, *arguments], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize(
     ("names", "status", "counts"),
     [
@@ -300,7 +324,7 @@ def test_ctrl_c_before_anything_is_run(tpbed, monkeypatch):
         (["run", "never-fire"], "(near: doubt/never-fires)"),
         (["run", "hang", "zzzzzz"], "no scenario matches 'zzzzzz': `tpbed list` names all 5."),
         (["list", "zzzzzz"], "no scenario matches 'zzzzzz'"),
-        (["show", "hang"], "no scenario is called 'hang' (near: hang/*): `tpbed list` names all 5."),
+        (["show", "hagn"], "no scenario matches 'hagn' (near: hang/*): `tpbed list` names all 5."),
         (["run", "--tp", "5"], "no selected scenario has --tp 5: give one of 1, 4."),
         (["run", "hang", "--tp", "1"], "no selected scenario has --tp 1: give one of 4."),
         (["run", "--world", "mpi"], "unknown world 'mpi': give one of auto, sim, gloo, nccl."),
@@ -428,3 +452,4 @@ def test_version_names_what_it_runs_on(tpbed):
         0,
         ["tpbed", "torch", "ray", "greenlet", "Python"],
     )
+    assert [" ".join(one) for one in json.loads(tpbed("version", "--json")[1]).items()] == out.splitlines()

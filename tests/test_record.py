@@ -54,6 +54,52 @@ def test_json_that_is_no_record_is_refused_with_the_place(text, tmp_path):
         load_record(tmp_path / "record.json")
 
 
+def drop_a_ledger(record):
+    record["ledgers"].pop(1)
+
+
+def drop_liveness(record):
+    record["liveness"] = []
+
+
+def swap_ledgers(record):
+    record["ledgers"].reverse()
+
+
+def shrink_the_world(record):
+    record["plan"]["scenario"]["world_size"] = -3
+
+
+def resize_a_ledger(record):
+    record["ledgers"][0]["world_size"] = 7
+
+
+def name_a_stranger(record):
+    record["ledgers"][0]["groups"]["pair"] = [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (drop_a_ledger, "the ledgers of 0, 2, 3, and world_size=4 needs one of each rank"),
+        (drop_liveness, "the liveness of 0 ranks, and world_size=4 needs that of each rank"),
+        (swap_ledgers, "the ledgers of 3, 2, 1, 0"),
+        (shrink_the_world, "world_size=-3: give 1 or more"),
+        (resize_a_ledger, "ranks that world_size=4 does not have"),
+        (name_a_stranger, "ranks that world_size=4 does not have"),
+    ],
+)
+def test_a_record_in_which_something_is_missing_or_impossible_is_refused(spoil, told, tmp_path):
+    path = tmp_path / "record.json"
+    save_record(simulate("hang/one-rank-raises"), path)
+    record = json.loads(path.read_text())
+    spoil(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(RecordError, match=told) as caught:
+        load_record(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(RecordError, match="cannot read"):
         load_record(tmp_path / "none.json")

@@ -33,6 +33,7 @@ class CollectiveRecord:
     step: str = ""
     state: State = "started"
     waited: bool = True
+    asked: bool = False  # whether it is complete, before it was
     error: str = ""
     started_ns: int = 0
     ended_ns: int | None = None
@@ -207,6 +208,9 @@ class _Book:
     def wait(self, group: str, seq: int) -> None:
         self.collectives[group, seq]["waited"] = True
 
+    def ask(self, group: str, seq: int) -> None:
+        self.collectives[group, seq]["asked"] = True
+
     def message(self, group: str, seq: int, op: str, peer: int | None, tag: int, *fields: Any) -> None:
         self.messages[group, seq] = {
             "group": group,
@@ -256,6 +260,7 @@ _FOLD: dict[str, Callable[..., None]] = {
     "start": _Book.start,
     "state": _Book.change,
     "wait": _Book.wait,
+    "ask": _Book.ask,
     "message": _Book.message,
     "message_state": _Book.message_changes,
     "message_wait": _Book.message_waits,

@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from tpbed.tp import monitored_barrier
 from tpbed.tp import rank as rank_module
 from tpbed.tp.blackbox import BlackBox, Pen, StackFile
 from tpbed.tp.completion import CompletionWatch
@@ -78,6 +79,7 @@ class RankProcess:
         torch.set_num_threads(1)
         self._context = self._new_context()
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
+        monitored_barrier.put_in_place()
         self._start_state = _State.now()
 
     def _new_context(self) -> RankContext:

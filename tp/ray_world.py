@@ -24,7 +24,7 @@ from tpbed.tp.pickling import ProgramError, pickle_program
 from tpbed.tp.reading import Reading
 from tpbed.tp.run_watch import IDLE_S, RunWatch
 from tpbed.tp.store import StoreServer
-from tpbed.tp.world import RankProgram, WorldRun
+from tpbed.tp.world import RankProgram, WorldRun, require_world_size
 
 __all__ = ["ClosedError", "InitError", "ProgramError", "RayWorld"]
 
@@ -53,8 +53,9 @@ class RayWorld:
         """Start Ray, unless it is initialised or an address is given (here or as RAY_ADDRESS), and the ranks.
 
         progress: told what is being waited for.
-        Raises InitError: fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
+        Raises WorldSizeError; InitError: fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
         """
+        require_world_size(world_size)
         self.world_size, self._backend = world_size, backend
         self._progress = progress or (lambda _text: None)
         self._crew: Crew | None = None

@@ -68,6 +68,10 @@ class Recorder:
         """The rank blocks on a collective that it had issued without waiting."""
         self._sink(("wait", group, seq))
 
+    def ask(self, group: str, seq: int) -> None:
+        """The rank asked whether a collective is complete, and it was not."""
+        self._sink(("ask", group, seq))
+
     def message(self, group: str, op: str, peer: int | None, tag: int, payload: Tensor) -> int:
         """A message is about to be sent or received; peer as in MessageRecord. Returns its seq."""
         seq = self.message_seqs[group] = self.message_seqs[group] + 1
@@ -152,9 +156,16 @@ def call_site(frame: FrameType | None) -> str:
 
 
 def error_site(error: BaseException) -> str:
-    """`file:line function` of the innermost frame of an error outside torch and tpbed.tp."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_SKIP)]
-    return _site(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
+    """`file:line function` of the innermost frame of an error outside torch and tpbed.tp.
+
+    Nor in functions that hide themselves by the convention of pytest, as pytest.fail and helpers of assertions do.
+    """
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_hidden(frame)]
+    return _site(frames[-1][0].f_code.co_filename, frames[-1][1], frames[-1][0].f_code.co_name) if frames else ""
+
+
+def _is_hidden(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_SKIP) or bool(frame.f_locals.get("__tracebackhide__"))
 
 
 @cache

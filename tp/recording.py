@@ -21,11 +21,17 @@ Watch = Callable[[dist.Work, str, int], None]
 class Entry:
     """The place in the ledger of a collective that was issued: what its handle comes to is written there."""
 
-    __slots__ = ("_done", "_group", "_recorder", "_seq", "_waited")
+    __slots__ = ("_asked", "_done", "_group", "_recorder", "_seq", "_waited")
 
     def __init__(self, recorder: Recorder, group: str, seq: int, *, waited: bool) -> None:
         self._recorder, self._group, self._seq = recorder, group, seq
-        self._waited, self._done = waited, False
+        self._waited, self._done, self._asked = waited, False, False
+
+    def ask(self) -> None:
+        """The rank asks whether it has completed, and may do so for ever."""
+        if not (self._asked or self._done or self._waited):
+            self._asked = True
+            self._recorder.ask(self._group, self._seq)
 
     def wait(self) -> None:
         """The rank blocks until it completes."""
@@ -65,7 +71,8 @@ class RecordedWork(dist.Work):
         return answer
 
     def is_completed(self) -> bool:
-        """True once the transport says so."""
+        """True once the transport says so. That it was asked in vain is written before a rank may ask for ever."""
+        self._entry.ask()
         done = bool(self._inner.is_completed())
         if done:
             self._entry.complete()

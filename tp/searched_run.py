@@ -19,7 +19,7 @@ from tpbed.tp.simulated_run import TURN_NS, SimulatedRun
 Place = tuple[str, int]  # a group and a seq in it: where members meet
 Steer = Callable[["SearchedRun", Sequence[int]], int]  # whose turn it is, of the ranks that may have it
 
-_HARMLESS = {"group", "state", "wait", "decision", "mark", "step", "check", "end", "start"}  # events
+_HARMLESS = {"group", "state", "wait", "ask", "decision", "mark", "step", "check", "end", "start"}  # events
 _COLLECTIVES = {
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"
 }  # fmt: skip

@@ -23,11 +23,12 @@ from tpbed.tp.isolation import Isolation
 from tpbed.tp.schedule import RoundRobin, Schedule
 from tpbed.tp.simulated_run import REFUSALS, SimulatedRun
 from tpbed.tp.torch_seam import TorchSeam
+from tpbed.tp.virtual_exit import VirtualExit
 from tpbed.tp.virtual_time import VirtualTime
-from tpbed.tp.world import RankProgram, WorldRun
+from tpbed.tp.world import RankProgram, WorldRun, require_world_size
 
 _running: SimulatedRun | None = None
-_TIME, _ATTRIBUTION = VirtualTime(), Attribution()
+_TIME, _EXIT, _ATTRIBUTION = VirtualTime(), VirtualExit(), Attribution()
 
 
 class NestedWorldError(TestbedError):
@@ -36,10 +37,6 @@ class NestedWorldError(TestbedError):
 
 class ClosedWorldError(TestbedError):
     """A world was to run after it was closed."""
-
-
-class WorldSizeError(TestbedError):
-    """A world cannot have so many ranks."""
 
 
 class UnwindError(TestbedError):
@@ -61,8 +58,7 @@ class SimulatedWorld:
     def __init__(
         self, world_size: int = 4, schedule: Schedule | None = None, device: str | torch.device = "cpu"
     ) -> None:
-        if world_size < 1:
-            raise WorldSizeError(f"world_size={world_size}: a world has one rank at least.")
+        require_world_size(world_size)
         self.world_size = world_size
         self.schedule: Schedule = RoundRobin() if schedule is None else schedule
         self.device = torch.device(device)
@@ -122,7 +118,7 @@ def _in_place(run: SimulatedRun, seam: TorchSeam) -> Iterator[None]:
     caller.leave()
     try:
         _running = run
-        with seam.in_place(), _TIME.in_place(run), _ATTRIBUTION.in_place(run):
+        with seam.in_place(), _TIME.in_place(run), _EXIT.in_place(run), _ATTRIBUTION.in_place(run):
             yield
     finally:
         run.dissolve()

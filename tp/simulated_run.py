@@ -62,6 +62,7 @@ class SimulatedRun:
         self.starts: SimulatedRank | None = None
         self.failure: BaseException | None = None
         self.unwinding = self.over = False
+        self.interrupted = False  # by SIGINT: a KeyboardInterrupt is then the caller's, and no error of a rank
         self.alive: tuple[int, ...] = ()  # ranks that did not let their run end
         self.ranks = [self._rank(index) for index in self.members]
 
@@ -164,9 +165,11 @@ class SimulatedRun:
                 torch.cuda.set_device(self.device)
             result = self.program(rank.index)
             self._end(rank, recorder.returned, result)
-        except (_Unwind, KeyboardInterrupt):
+        except _Unwind:
             raise
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
+        except BaseException as error:
+            if self.interrupted and isinstance(error, KeyboardInterrupt):
+                raise
             self._end(rank, partial(recorder.raised, error))
             _forget_place(error)
 
@@ -284,16 +287,17 @@ class SimulatedRun:
 
     def die(self, death: Death, why: str) -> None:
         """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
-        rank = self.here()
         if death in ("stop", "stall"):
-            self._freeze(rank, "stopped" if death == "stop" else "stalled", why)
-        killed = death == "kill"
-        rank.context.recorder.end(
-            End(how="killed", message=why, signal=9, at_ns=self.clock())
-            if killed
-            else End(how="exited", message=why, exit_code=1, at_ns=self.clock())
-        )
-        self._freeze(rank, "dead", "signal 9" if killed else "exit status 1")
+            self._freeze(self.here(), "stopped" if death == "stop" else "stalled", why)
+        if death == "kill":
+            self.leave(End(how="killed", signal=9, message=why, at_ns=self.clock()))
+        self.leave(End(how="exited", exit_code=1, message=why, at_ns=self.clock()))
+
+    def leave(self, end: End) -> None:
+        """The rank whose turn it is dies, as `end` says: its process has exited or was killed."""
+        rank = self.here()
+        rank.context.recorder.end(end)
+        self._freeze(rank, "dead", f"signal {end.signal}" if end.how == "killed" else f"exit status {end.exit_code}")
 
     def _freeze(self, rank: SimulatedRank, state: RankState, detail: str) -> None:
         rank.state, rank.detail = state, detail

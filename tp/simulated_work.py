@@ -74,6 +74,8 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is, after all others have had a turn."""
+        if self.entry is not None:
+            self.entry.ask()
         if not self.done:
             self.run.poll(self.rank)
         if self.done and self.entry is not None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.nn import functional as _  # noqa: F401 - else its defaults are groups of the rank that imports it
 
 from tpbed.tp.functional_seam import Pending, functional_replacements
 from tpbed.tp.ledger import WORLD
 from tpbed.tp.mesh_seam import Meshes
+from tpbed.tp.monitored_barrier import REPLACED, monitored_barrier
 from tpbed.tp.recording import BACKEND, Entry, RecordingGroup
 from tpbed.tp.refusal import RefusedStore, cannot_wait, refusing
 from tpbed.tp.registers import RankGroups
@@ -106,8 +107,8 @@ class TorchSeam:
             (c10d, "_new_process_group_helper", self._new_group),
             (c10d, "rendezvous", self._meet),
             (c10d, "_unregister_all_process_groups", lambda: None),
-            (c10d, "monitored_barrier", _monitored_barrier),
-            (dist, "monitored_barrier", _monitored_barrier),
+            *((module, "monitored_barrier", monitored_barrier) for module in REPLACED),
+            *((module, name, refusing(name)) for name in ("split_group", "shrink_group") for module in REPLACED),
             *functional_replacements(self.pending),
             *self._meshes.replacements(),
             (c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}),
@@ -145,22 +146,6 @@ class TorchSeam:
 
     def _meet(self, *args: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
         yield self.store, self.run.here(waits=False).index, len(self.run.members)
-
-
-def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """In the place of torch.distributed's, which asks whether the group is gloo's: those of a world speak like it."""
-    if c10d._rank_not_in_group(group) or dist.get_backend(group) not in (BACKEND, "gloo"):
-        _MONITORED_BARRIER(group, timeout, wait_all_ranks)
-        return
-    target: Any = group or c10d._get_default_group()
-    if isinstance(timeout, float):
-        timeout = timedelta(seconds=timeout)
-    target.monitored_barrier(
-        c10d._get_default_timeout(c10d.Backend("gloo")) if timeout is None else timeout, wait_all_ranks
-    )
-
-
-_MONITORED_BARRIER = c10d.monitored_barrier
 
 
 def _enter_in_book(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import Ledger
 
 RankProgram = Callable[[int], Any]
@@ -39,6 +40,16 @@ class WorldRun:
     proof_ms: float | None = None  # from the last event of the ranks to the proof that some are stuck
     recovery_ms: float | None = None  # from that proof until every rank was ready again
     replaced: tuple[int, ...] = ()  # ranks whose process had to be replaced
+
+
+class WorldSizeError(TestbedError):
+    """A world cannot have so many ranks."""
+
+
+def require_world_size(world_size: int) -> None:
+    """Raises WorldSizeError for anything but a number of ranks."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise WorldSizeError(f"world_size={world_size!r}: give a whole number of ranks, 1 or more.")
 
 
 class World(Protocol):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from tpbed.harness.diagnose import diagnose
 from tpbed.tp import rank as this
 from tpbed.tp.pickling import ProgramError
 from tpbed.tp.ray_world import ClosedError, InitError, RayWorld
@@ -334,6 +336,30 @@ def test_a_stalled_rank_is_found_at_the_deadline_with_its_frames(world):
     assert states(run) == ["running", "running", "running", "stalled"] and run.stuck == (0, 1, 2, 3)
     assert run.liveness[3].frames[0].endswith(" stall") and "program" in run.liveness[3].frames[-1]
     assert run.replaced == ()
+    assert_ready(world, pids)
+
+
+def test_a_monitored_barrier_is_recorded_and_lets_pass_only_all(world):
+    def program(rank):
+        if rank != 2:
+            dist.monitored_barrier()
+
+    assert world.run(lambda rank: dist.monitored_barrier()).results == (None,) * 4
+    run = world.run(program)
+    (finding,) = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.op) == ("hang", (2,), "monitored_barrier")
+
+
+def test_the_rank_that_left_is_to_blame_and_not_those_that_ask_for_ever(world):
+    def program(rank):
+        work = dist.barrier(async_op=True) if rank else None
+        while work and not work.is_completed():
+            time.sleep(0.001)
+
+    pids = world.pids
+    run = world.run(program, stall_after_s=0.2)
+    (finding,) = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.op, finding.waiting_ranks) == ("hang", (0,), "barrier", (1, 2, 3))
     assert_ready(world, pids)
 
 
