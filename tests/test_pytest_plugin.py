@@ -190,7 +190,7 @@ def test_hypothesis_on_a_marked_test_is_refused_and_the_fixture_serves_it(sessio
         ("tp(2, world_size=4)", "world_size twice"),
         ("tp(2, stall_after_s=0)", "stall_after_s=0: give seconds"),
         ("tp(2, stall_after_s='1')", "stall_after_s='1'"),
-        ("tp(2, stall_after_s=float('nan'))", "stall_after_s=nan"),
+        ("tp(2, stall_after_s=float('inf'))", "stall_after_s=inf"),
     ],
 )
 def test_a_mark_that_says_nothing_sensible_stops_the_collection_with_file_and_test(session, mark, told):
@@ -212,7 +212,7 @@ def test_a_fixture_that_asks_for_the_rank_is_refused(session, ask):
             return {"rank" if ask == "rank" else "request.getfixturevalue('rank')"}
 
         @pytest.mark.tp(2)
-        def test_it(width):
+        def test_it(width{", rank" if ask == "rank" else ""}):
             pass
         """,
     )

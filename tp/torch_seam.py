@@ -61,6 +61,7 @@ _REFUSED_OPS = """
 """
 for _name in _REFUSED_OPS.split():
     setattr(SimulatedProcessGroup, _name, refusing(_name))
+_REFUSED_CALLS = ("split_group", "shrink_group")  # of torch.distributed
 
 
 class TorchSeam:
@@ -108,7 +109,12 @@ class TorchSeam:
             (c10d, "rendezvous", self._meet),
             (c10d, "_unregister_all_process_groups", lambda: None),
             *((module, "monitored_barrier", monitored_barrier) for module in REPLACED),
-            *((module, name, refusing(name)) for name in ("split_group", "shrink_group") for module in REPLACED),
+            *(
+                (module, name, refusing(name))
+                for name in _REFUSED_CALLS
+                for module in REPLACED
+                if hasattr(module, name)
+            ),
             *functional_replacements(self.pending),
             *self._meshes.replacements(),
             (c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}),
