@@ -254,8 +254,11 @@ class SimulatedRun:
             self.poll(rank)
         return self.now_ns
 
-    def poll(self, owner: SimulatedRank) -> None:
-        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
+    def poll(self, owner: SimulatedRank, about: Awaited | None = None) -> None:
+        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes.
+
+        about: the collective that it asks for, if it is one; of use to a search alone.
+        """
         rank = self.here(owner)
         self._wake_due()
         if rank.polled_at != self.progress:
@@ -266,9 +269,12 @@ class SimulatedRun:
         if rank.polls > IDLE_POLLS:
             self._freeze(rank, "stalled", "asks for ever for what can never be")
         if self.ready:
-            chosen = self._chosen()
-            insort(self.ready, rank.index)
-            self._hand_over(rank, chosen)
+            self.offer_turn(rank)
+
+    def offer_turn(self, rank: SimulatedRank) -> None:
+        """To any rank that can go on; this one, which has asked in vain, is one of them."""
+        insort(self.ready, rank.index)
+        self._hand_over(rank, self._chosen(asks=rank.index))
 
     def _let_time_pass(self, rank: SimulatedRank) -> None:
         """To the next who wakes up; by less where the rank may have a time of its own in mind."""
@@ -315,23 +321,23 @@ class SimulatedRun:
         if rank.owed:
             _fulfil(rank)
 
-    def _chosen(self) -> SimulatedRank | None:
+    def _chosen(self, asks: int = -1) -> SimulatedRank | None:
         try:
-            return self._next()
+            return self._next(asks)
         except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
             self.failure = error
             return None
 
-    def _next(self) -> SimulatedRank | None:
+    def _next(self, asks: int = -1) -> SimulatedRank | None:
         self._wake_due()
         while self.sleepers and not self.ready:
             self._wake_first()
         if not self.ready:
             return None
-        return self.ranks[self.ready.pop() if len(self.ready) == 1 else self._choose()]
+        return self.ranks[self.ready.pop() if len(self.ready) == 1 else self._choose(asks)]
 
-    def _choose(self) -> int:
-        choice = self.schedule.choose(self.ready)
+    def _choose(self, asks: int) -> int:
+        choice = self.schedule.choose(self.ready, asks)
         place = bisect_left(self.ready, choice)
         if self.ready[place : place + 1] != [choice]:
             raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {self.ready}.")
