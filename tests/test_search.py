@@ -304,15 +304,21 @@ def test_looking_at_the_clock_counts():
     assert touches(lambda rank: rank or time.monotonic()) == [(0, True), (1, False)]
 
 
-def test_from_its_first_message_on_a_rank_counts():
+def test_while_a_message_is_under_way_each_turn_of_its_rank_counts():
     def program(rank):
         dist.barrier()
-        dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
-        dist.barrier()
+        if rank == 0:
+            work = dist.isend(torch.ones(1), 1)
+            dist.barrier()
+            work.wait()
+        else:
+            dist.barrier()
+            dist.recv(torch.ones(1), 0)
+        for _ in range(2):
+            dist.barrier()
 
-    seen = touches(program)
-    assert seen[:2] == [(0, False), (1, False)]
-    assert all(everything for _, everything in seen[2:])
+    seen = [[everything for turn, everything in touches(program) if turn == rank] for rank in range(2)]
+    assert seen == [[False, True, True, True, False, False], [False, False, True, True, False, False]]
 
 
 # What it finds, and what it says.

@@ -21,6 +21,7 @@ Place = tuple[str, int]  # a group and a seq in it: where members meet
 Steer = Callable[["SearchedRun", Sequence[int]], int]  # whose turn it is, of the ranks that may have it
 
 _HARMLESS = {"group", "state", "wait", "decision", "mark", "step", "check", "end", "start"}  # events
+_MAIL = {"message", "message_state", "message_wait", "message_from"}
 _REMARKS = {"decision", "mark", "step", "check"}  # a rank that writes these between two questions still only asks
 _COLLECTIVES = {
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"
@@ -179,7 +180,7 @@ class SearchedRun(SimulatedRun):
         for place in joins:
             self._joined.setdefault(place, []).append(len(self.steps) - 1)
         notes.note_wait(rank, events)
-        everything = self._everything or not self._accounts_for(rank, events)
+        everything = not self._accounts_for(rank, events) or self._everything  # in this order: the former takes notes
         step.touch = Touch(everything, joins, watches)
 
     def _accounts_for(self, rank: SimulatedRank, events: Sequence[Event]) -> bool:
@@ -187,8 +188,8 @@ class SearchedRun(SimulatedRun):
         starts = sum(event[0] == "start" for event in events)
         notes = self._notes[rank.index]
         ended = rank.state != notes.state
-        notes.opaque = notes.opaque or not all(map(_is_harmless, events))
-        return self._expected + starts + ended == self.progress and not notes.opaque and not self._timed()
+        opaque = notes.is_opaque(events)
+        return self._expected + starts + ended == self.progress and not opaque and not self._timed()
 
 
 class _Notes:
@@ -207,6 +208,7 @@ class _Notes:
         self.seen: set[Place] = set()  # collectives whose state the step depends on, since it follows a question
         self.state = "running"  # when the step began
         self._unasked: set[Place] = set()  # asynchronous, and not waited for
+        self._mail: set[Place] = set()  # messages that it has called and not seen the end of
 
     def ask(self, progress: int) -> None:
         """For anything else than a collective: the next step depends on all."""
@@ -265,6 +267,18 @@ class _Notes:
             self._unasked.discard(place)
         return self.open | found
 
+    def is_opaque(self, events: Sequence[Event]) -> bool:
+        """Whether what the rank does in this step is not known: among others while it has to do with messages."""
+        mail = bool(self._mail)
+        for event in events:
+            if event[0] == "message":
+                self._mail.add(_place(event))
+            elif event[0] == "message_state":
+                self._mail.discard(_place(event))
+            mail = mail or event[0] in _MAIL
+            self.opaque = self.opaque or not _is_harmless(event)
+        return self.opaque or mail
+
     def note_wait(self, rank: SimulatedRank, events: Sequence[Event]) -> None:
         """What the step ended with; if that is not known, whatever comes next depends on all that was before."""
         waits = bool(events) and not self.everything and (events[-1][0] == "wait" or _waits_at_once(events, -1))
@@ -286,7 +300,7 @@ def _waits_at_once(events: Sequence[Event], number: int) -> bool:
 
 
 def _is_harmless(event: Event) -> bool:
-    return event[0] in _HARMLESS and (event[0] != "start" or event[3] in _COLLECTIVES)
+    return event[0] in _HARMLESS | _MAIL and (event[0] != "start" or event[3] in _COLLECTIVES)
 
 
 _WAITED = 11  # the place of that field in a "start"
