@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tpbed.harness.ranks import Ranks, RanksFailed
 
 MARK = (
-    "tp(world_size, world=None, stall_after_s=10.0): run the test's body on every rank of a world of that size, or of "
+    "tp(world_size, world=None, stall_after_s=10.0, schedules=None, schedule=''): run the test's body on every rank of "
+    "a world of that size - in all orders of turns if schedules='all', in 100 of them if 100 -, or of "
 )
 WORLDS = ("sim", "gloo", "nccl")
 RANKS = pytest.StashKey["Ranks"]()
@@ -32,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sim",
         help="where the ranks of `@pytest.mark.tp` live unless the mark says it: sim (this process, the default), "
         "gloo (Ray actors, CPU), nccl (Ray actors, a GPU each)",
+    )
+    group.addoption(
+        "--tp-schedule",
+        metavar="WORD",
+        default="",
+        help="who runs when, of the simulated ranks of every test marked tp, as a failed search of schedules tells it: "
+        "0,1,1,0 or seed:17",
     )
 
 
@@ -117,16 +125,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _failure(item: pytest.Function, mark: pytest.Mark) -> RanksFailed | None:
-    from tpbed.harness.ranks import RanksFailed
+    from tpbed.harness.ranks import RanksFailed, UndecidedError
 
+    schedule = item.config.getoption("--tp-schedule")
     try:
         _ranks(item.config)(
             _body(item),
             world_size=_world_size(item, mark),
             world=_world_of(mark, item.config),
             stall_after_s=mark.kwargs.get("stall_after_s", 10.0),
+            schedule=schedule or mark.kwargs.get("schedule", ""),
+            schedules=None if schedule else mark.kwargs.get("schedules"),
         )
+    except UndecidedError as error:
+        pytest.fail(str(error), pytrace=False)
     except RanksFailed as failed:
+        if failed.schedule:
+            failed.args = (f"{failed}, or pytest '{item.nodeid}' --tp-schedule {failed.schedule}",)
         return failed  # and not raised from here: pytest would show it twice, as a chain
     return None
 
@@ -178,7 +193,8 @@ def _world_size(item: pytest.Function, mark: pytest.Mark) -> int:
 
 
 def _world_of(mark: pytest.Mark, config: pytest.Config) -> str:
-    world = mark.kwargs.get("world") or config.getoption("--tp-world")
+    searched = any(mark.kwargs.get(name) for name in ("schedules", "schedule")) or config.getoption("--tp-schedule")
+    world = mark.kwargs.get("world") or ("sim" if searched else config.getoption("--tp-world"))
     if world not in WORLDS:
         raise pytest.UsageError(f"@pytest.mark.tp was given world={world!r}: give one of {', '.join(WORLDS)}.")
     return str(world)

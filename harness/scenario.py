@@ -99,7 +99,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.schedule and self.worlds != ("sim",):
-            raise ScenarioError(f"{self.name}: schedule={self.schedule!r} needs worlds=('sim',): no other can follow it.")
+            raise ScenarioError(
+                f"{self.name}: schedule={self.schedule!r} needs worlds=('sim',): no other can follow it."
+            )
         for fault in self.faults:
             if not 0 <= fault.rank < self.world_size:
                 raise ScenarioError(

@@ -1,4 +1,4 @@
-"""Schedules in one word: `round-robin`, `seed:17`, or choices `0,1,1,0` - as marks, scenarios and command lines have them."""
+"""Schedules in a word, for marks, scenarios and command lines: `round-robin`, `seed:17`, or choices `0,1,1,0`."""
 
 from __future__ import annotations
 

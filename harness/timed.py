@@ -40,7 +40,9 @@ def _merge_if(in_time: bool, hidden: Tensor, head: Any, *, k: int, group: Any, t
 def capture_when_warm(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Enters a capture, which all ranks begin together, where its own warm-up is complete; else it runs eagerly."""
     warm = dist.all_reduce(torch.ones(1), group=group, async_op=True).is_completed()
-    return _capture_if(warm, _ASKED.format("" if warm else " not"), hidden, head, k=k, group=group, topk=topk, note=note)
+    return _capture_if(
+        warm, _ASKED.format("" if warm else " not"), hidden, head, k=k, group=group, topk=topk, note=note
+    )
 
 
 def capture_when_all_warm(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:

@@ -22,17 +22,15 @@ def count_orders(pasts: Sequence[int]) -> int | None:
 
 
 def _count(pasts: Sequence[int], steps: list[int]) -> int | None:
-    orders: int | None = 1
+    orders = 1
     for part in _in_series(pasts, steps):
-        placed, told = 0, 1
-        apart = list(_side_by_side(pasts, part))
-        for piece in apart:
+        placed = 0
+        for piece in _side_by_side(pasts, part):
             placed += len(piece)
-            one = 1 if len(piece) == 1 else _count(pasts, piece) if len(piece) < len(steps) else _tangle(pasts, piece)
-            if one is None:
+            alone = _count(pasts, piece) if len(piece) < len(steps) else _tangle(pasts, piece)
+            if alone is None:
                 return None
-            told *= comb(placed, len(piece)) * one
-        orders *= told
+            orders *= comb(placed, len(piece)) * alone
     return orders
 
 

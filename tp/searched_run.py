@@ -159,7 +159,8 @@ class SearchedRun(SimulatedRun):
         if notes.vain() >= self.patience:  # and nobody else can go on
             return self._latest.values()
         if len(notes.asked_for) >= self.patience and len(notes.seen) == 1:
-            return self._joined.get(*notes.seen, ())
+            (place,) = notes.seen
+            return self._joined.get(place, ())
         return ()
 
     def _timed(self) -> bool:
