@@ -20,6 +20,15 @@ from tpbed.scenarios.schedule import SCENARIOS
 from tpbed.tp.simulated import SimulatedWorld
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """What is computed here is too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def barriers(rank):
     for _ in range(2):
         dist.barrier()
