@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import json
 import os
 import shutil
@@ -28,8 +30,10 @@ if TYPE_CHECKING:  # torch and Ray are imported by the commands that need them, 
     from rich.console import Console
     from rich.status import Status as LiveLine
 
+    from tpbed.harness.explore import Find
     from tpbed.harness.runner import Choice, Run, Session, WorldChoice
     from tpbed.harness.verdict import Status
+    from tpbed.tp.world import RankProgram
 
 _STARTED = time.monotonic()
 USAGE, UNDECIDED, CLOSED_PIPE = 2, 3, 141
@@ -94,6 +98,9 @@ Patterns = Annotated[
     typer.Argument(
         metavar="[GLOB]...", help="Names of scenarios: hang/one-rank-raises, 'hang/*', or hang for all of hang/."
     ),
+]
+ScheduleText = Annotated[
+    str, typer.Option(metavar="WORD", help="Who runs when, of simulated ranks: 0,1,1,0, seed:17 or round-robin.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
 
@@ -162,22 +169,27 @@ def run(
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop after the first run that does not pass.")
     ] = False,
+    schedule: ScheduleText = "",
 ) -> None:
     """Run scenarios and judge what the ranks did."""
     if world not in WORLD_CHOICES:
         raise UsageError(f"unknown world {world!r}: give one of {', '.join(WORLD_CHOICES)}.")
+    if schedule and world not in ("auto", "sim"):
+        raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
     scenarios = _of_world_size(select(load_catalogue(), patterns or []), tp)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
         screen.progress("loading torch")
         from tpbed.harness.runner import Evidence, choose_world, run_scenarios
 
-        choice = choose_world(cast("WorldChoice", world), scenarios)
+        _check_schedule(schedule)
+        choice = choose_world("sim" if schedule else cast("WorldChoice", world), scenarios)
         screen.progress(f"world {choice.world}: {choice.why}", stays=True)
         session = run_scenarios(
             scenarios,
             world=choice.world,
             seed=seed,
+            schedule=schedule,
             ray_address=ray_address,
             evidence=Evidence(out=out, keep=keep),
             fail_fast=fail_fast,
@@ -188,6 +200,48 @@ def run(
     if junit:
         junit.write_text(_junit(session), encoding="utf-8")
     raise typer.Exit(session.exit_status)
+
+
+@app.command()
+def explore(
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="TARGET...", help="Scenarios, as `run` takes them; or package.module:function."),
+    ],
+    tp: Annotated[int | None, typer.Option("--tp", help="World size: 2 for a function; else only these.")] = None,
+    max_runs: Annotated[int, typer.Option(help="Give up after so many runs.")] = 10_000,
+    draw: Annotated[
+        int | None, typer.Option("--random", metavar="N", help="Run N seeded schedules instead of searching all.")
+    ] = None,
+    patience: Annotated[int, typer.Option(help="Questions in vain before a rank lets the others go first.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of what scenarios draw; not of the schedules.")] = 0,
+    schedule: ScheduleText = "",
+    as_json: AsJson = False,
+) -> None:
+    """Search every order in which simulated ranks can take turns for a hang or another finding; else say that none is.
+
+    Exit status: 0 none has one, 1 the shortest that has one is told, 3 there are more than --max-runs can tell.
+    """
+    programs = [program for target in targets for program in _programs(target, tp, seed)]
+    _check_schedule(schedule)
+    import torch
+
+    from tpbed.harness.explore import EXIT_STATUS, explore_schedules, replay
+
+    torch.set_num_threads(1)
+    answers = []
+    for target, size, (program, find), again in programs:
+        explored = (
+            replay(program, size, schedule, target=target, find=find)
+            if schedule
+            else explore_schedules(
+                program, size, target=target, find=find, max_runs=max_runs, patience=patience, samples=draw
+            )
+        )
+        answers.append(explored.answer)
+        line = f"{again} --schedule {explored.schedule}" if explored.schedule else ""
+        _print_json([explored.to_json(line)]) if as_json else print(explored.told(line), flush=True)
+    raise typer.Exit(next((EXIT_STATUS[each] for each in ("found", "undecided") if each in answers), 0))
 
 
 @app.command()
@@ -308,6 +362,41 @@ def _check_paths(junit: Path | None, out: Path) -> None:
         raise UsageError(f"--junit {junit} cannot be written: give a file in a folder that exists.")
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: give a folder, which is made if need be.")
+
+
+def _check_schedule(text: str) -> None:
+    from tpbed.harness.schedules import read_schedule
+
+    if text:
+        read_schedule(text)
+
+
+def _programs(target: str, tp: int | None, seed: int) -> Iterator[tuple[str, int, tuple[RankProgram, Find], str]]:
+    """What a target names: its name, world size, program with what to look for, and the command that replays it."""
+    from tpbed.harness.explore import find_in_ledgers, scenario_program
+
+    if ":" in target:
+        size = 2 if tp is None else tp
+        yield target, size, (_function(target), find_in_ledgers), f"tpbed explore {target} --tp {size}"
+        return
+    seeded = f" --seed {seed}" if seed else ""
+    for scenario in _of_world_size(select(load_catalogue(), [target]), tp):
+        found = scenario_program(scenario, seed=seed)
+        yield scenario.name, scenario.world_size, found, f"tpbed run {scenario.name}{seeded}"
+
+
+def _function(target: str) -> RankProgram:
+    """A rank program by `package.module:function`, from the working folder or what is installed."""
+    module, _, name = target.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(0)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{target} is no function of a rank ({error}): give package.module:function, one that takes the rank."
+        ) from error
+    return cast("RankProgram", function)
 
 
 def _expected_kinds(scenario: Scenario) -> list[str]:

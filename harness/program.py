@@ -11,6 +11,7 @@ from tpbed.harness.inject import Injector
 from tpbed.harness.inputs import hidden_states
 from tpbed.harness.mutants import SELECTORS
 from tpbed.harness.plan import Plan
+from tpbed.harness.timed import TIMED
 from tpbed.selector.select import Candidates
 from tpbed.tp.rank import current
 from tpbed.tp.world import RankProgram
@@ -46,7 +47,7 @@ def _plain(answer: Candidates) -> dict[str, Any]:
 
 def _select(plan: Plan, step: int, injector: Injector, head: Any) -> Candidates:
     context = current()
-    return SELECTORS[plan.scenario.selector](
+    return (SELECTORS | TIMED)[plan.scenario.selector](
         hidden_states(plan, step, rows=injector.rows()).to(context.device),
         head,
         k=plan.scenario.k,

@@ -32,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where the ranks of `@pytest.mark.tp` live unless the mark says it: sim (this process, the default), "
         "gloo (Ray actors, CPU), nccl (Ray actors, a GPU each)",
     )
+    group.addoption(
+        "--tp-schedule",
+        metavar="WORD",
+        default="",
+        help="who runs when, of the simulated ranks of every test marked tp, as a failed search of schedules tells it: "
+        "0,1,1,0 or seed:17",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -132,16 +139,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _failure(item: pytest.Function, mark: TpMark) -> RanksFailed | None:
-    from tpbed.harness.ranks import RanksFailed
+    from tpbed.harness.ranks import RanksFailed, UndecidedError
 
+    schedule = item.config.getoption("--tp-schedule")
     try:
         _ranks(item.config)(
             _body(item),
             world_size=_world_size(item, mark),
             world=_world_of(mark, item.config),
             stall_after_s=mark.stall_after_s,
+            schedule=schedule or mark.schedule,
+            schedules=None if schedule else mark.schedules,
         )
+    except UndecidedError as error:
+        pytest.fail(str(error), pytrace=False)
     except RanksFailed as failed:
+        if failed.schedule:
+            failed.args = (f"{failed}, or pytest '{item.nodeid}' --tp-schedule {failed.schedule}",)
         return failed  # and not raised from here: pytest would show it twice, as a chain
     return None
 
@@ -185,4 +199,5 @@ def _world_size(item: pytest.Function, mark: TpMark) -> int:
 
 
 def _world_of(mark: TpMark, config: pytest.Config) -> str:
-    return mark.world or str(config.getoption("--tp-world"))
+    searched = mark.schedules or mark.schedule or config.getoption("--tp-schedule")
+    return mark.world or ("sim" if searched else str(config.getoption("--tp-world")))

@@ -105,7 +105,9 @@ def _seconds(value: float) -> str:
 def again(record: RunRecord) -> str:
     """The command line that runs the scenario of a record again."""
     world = WORLD_OPTIONS.get(record.world, record.world)
-    return shlex.join(["tpbed", "run", record.plan.scenario.name, "--seed", str(record.plan.seed), "--world", world])
+    plan = record.plan
+    asked = ["--schedule", plan.schedule] if plan.schedule != plan.scenario.schedule else []
+    return shlex.join(["tpbed", "run", plan.scenario.name, "--seed", str(plan.seed), "--world", world, *asked])
 
 
 def describe_expected(expected: Expected) -> str:
@@ -312,6 +314,7 @@ def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]
         "world_size": scenario.world_size,
         "tokens": scenario.org_vocab_size + scenario.added_vocab_size,
         "seed": record.plan.seed,
+        "schedule": record.plan.schedule,
         "elapsed_s": round(record.elapsed_s, 6),
         "proof_ms": record.proof_ms,
         "recovery_ms": record.recovery_ms,

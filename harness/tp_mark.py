@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 WORLDS = ("sim", "gloo", "nccl")
-SIGNATURE = "tp(world_size, *, world=None, stall_after_s=10.0)"
+SIGNATURE = "tp(world_size, *, world=None, stall_after_s=10.0, schedules=None, schedule='')"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class TpMark:
     world_size: int | Collection[int]
     world: str | None = None  # None: as --tp-world says
     stall_after_s: float = 10.0
+    schedules: int | Literal["all"] | None = None  # "all", or how many seeded ones, of simulated ranks
+    schedule: str = ""  # the one to follow
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -43,6 +45,8 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {  # by argument: what i
     "world_size": (_is_sizes, "a number of ranks, 1 or more, or a list of such numbers"),
     "world": (lambda value: value is None or value in WORLDS, f"one of {', '.join(WORLDS)}"),
     "stall_after_s": (_is_time, "seconds, more than 0"),
+    "schedules": (lambda value: value is None or value == "all" or _is_size(value), '"all", or how many seeded ones'),
+    "schedule": (lambda value: isinstance(value, str), '"0,1,1,0", "seed:17" or "round-robin"'),
 }
 
 

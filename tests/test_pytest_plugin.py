@@ -255,3 +255,43 @@ def test_this_session_runs_on_ranks_too(rank, world_size):
     parts = [torch.empty(1) for _ in range(world_size)]
     dist.all_gather(parts, torch.full((1,), float(rank)))
     assert [part.item() for part in parts] == list(range(world_size))
+
+
+TIMED = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.tp(2{})
+    def test_it(rank):
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if work.is_completed():
+            dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "told"),
+    [
+        (
+            ", schedules='all'",
+            [],
+            "*schedule=\"0,0\" instead of *, or pytest '*::test_it' --tp-schedule 0,0",
+        ),
+        (", schedules=50", [], "*--tp-schedule seed:*"),
+        (", schedule='0,0'", [], "*barrier seq 2*waits for rank 0*"),
+        ("", ["--tp-schedule", "0,0"], "*barrier seq 2*waits for rank 0*"),
+        (", schedules='all'", ["--tp-schedule", "0,0"], "*barrier seq 2*waits for rank 0*"),
+        (", schedules='all'", ["--tp-world", "gloo"], "*--tp-schedule 0,0"),
+    ],
+)
+def test_what_only_some_schedules_show_fails_with_the_one_that_does(session, asked, arguments, told):
+    outcome = run(session, TIMED.format(asked), *arguments)
+    outcome.assert_outcomes(failed=1)
+    outcome.stdout.fnmatch_lines([told])
+
+
+def test_a_search_that_finds_nothing_passes_and_so_does_the_usual_order(session):
+    run(session, TIMED.format("")).assert_outcomes(passed=1)
+    quiet = TIMED.format(", schedules='all'").replace("if work.is_completed():", "if work.wait():")
+    run(session, quiet).assert_outcomes(passed=1)

@@ -83,7 +83,7 @@ def test_a_replay_of_another_program_is_refused_to_the_caller_and_not_to_a_rank(
 
 def test_a_schedule_that_chooses_a_rank_that_cannot_run_is_refused():
     class Wrong(RoundRobin):
-        def choose(self, runnable):
+        def choose(self, runnable, asks=-1):
             return 17
 
     with pytest.raises(ScheduleError, match="chose rank 17"):

@@ -195,7 +195,7 @@ def sets_its_own(rank):
 class Broken(RoundRobin):
     """A schedule that fails."""
 
-    def choose(self, runnable):
+    def choose(self, runnable, asks=-1):
         raise ZeroDivisionError
 
 

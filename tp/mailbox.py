@@ -28,6 +28,7 @@ class MessageWork(dist.Work):
     """One end of a message. `peer` is a place in the group, and None for a receive from anybody until one has come."""
 
     vetted = False  # it is waited on later, and elsewhere
+    called = 0
     done = waited = False
     size = -1  # bytes that came
     stream: Any = None  # CUDA: on which the rank works

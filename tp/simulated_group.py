@@ -301,6 +301,7 @@ class SimulatedGroup:
         run = self._run
         work.vetted = not getattr(opts, "asyncOp", True)
         work.run, work.rank = run, run.here(self._rank, waits=work.vetted and self._size > 1)
+        work.called = len(work.rank.events)
         if fold is not None:
             work.fold = fold
         op, root, _ = work.terms

@@ -21,6 +21,7 @@ class Awaited(Protocol):
     rank: SimulatedRank
     done: bool
     vetted: bool  # it is waited on where it is called, and that may wait
+    called: int  # how many events its rank had written when it was called, the last of them of the call
 
     def fulfil(self) -> None:
         """Give the future its result, and so call its callbacks."""

@@ -257,8 +257,11 @@ class SimulatedRun:
             self.poll(rank)
         return self.now_ns
 
-    def poll(self, owner: SimulatedRank) -> None:
-        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
+    def poll(self, owner: SimulatedRank, about: Awaited | None = None) -> None:
+        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes.
+
+        about: the collective that it asks for, if it is one; of use to a search alone.
+        """
         rank = self.here(owner)
         self.now_ns += TURN_NS
         self._wake_due()
@@ -270,9 +273,12 @@ class SimulatedRun:
         if rank.polls > IDLE_POLLS:
             self._freeze(rank, "stalled", "asks for ever for what can never be")
         if self.ready:
-            chosen = self._chosen()
-            insort(self.ready, rank.index)
-            self._hand_over(rank, chosen)
+            self.offer_turn(rank)
+
+    def offer_turn(self, rank: SimulatedRank) -> None:
+        """To any rank that can go on; this one, which has asked in vain, is one of them."""
+        insort(self.ready, rank.index)
+        self._hand_over(rank, self._chosen(asks=rank.index))
 
     def _let_time_pass(self, rank: SimulatedRank) -> None:
         """To the next who wakes up; by less where the rank may have a time of its own in mind."""
@@ -320,23 +326,23 @@ class SimulatedRun:
         if rank.owed:
             _fulfil(rank)
 
-    def _chosen(self) -> SimulatedRank | None:
+    def _chosen(self, asks: int = -1) -> SimulatedRank | None:
         try:
-            return self._next()
+            return self._next(asks)
         except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
             self.failure = error
             return None
 
-    def _next(self) -> SimulatedRank | None:
+    def _next(self, asks: int = -1) -> SimulatedRank | None:
         self.now_ns += TURN_NS
         if self.sleepers:
             self._wake_some()
         if len(self.ready) > 1:
-            return self.ranks[self._choose()]
+            return self.ranks[self._choose(asks)]
         return self.ranks[self.ready.pop()] if self.ready else None
 
-    def _choose(self) -> int:
-        choice = self.schedule.choose(self.ready)
+    def _choose(self, asks: int) -> int:
+        choice = self.schedule.choose(self.ready, asks)
         place = bisect_left(self.ready, choice)
         if self.ready[place : place + 1] != [choice]:
             raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {self.ready}.")

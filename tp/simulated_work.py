@@ -30,6 +30,7 @@ class SimulatedWork(dist.Work):
     splits: tuple[list[int], list[int]] | None = None  # bytes to each member, and from each
     timeout_s = 0.0
     vetted = False  # it is waited on where it is called, and that may wait
+    called = 0  # events that its rank had written then, the last of them of the call
     stream: Any = None  # CUDA: on which the rank works
     moved: Any = None  # CUDA: the event after which its outputs are there
     done = False
@@ -77,7 +78,7 @@ class SimulatedWork(dist.Work):
         if self.entry is not None:
             self.entry.ask()
         if not self.done:
-            self.run.poll(self.rank)
+            self.run.poll(self.rank, self)
         if self.done and self.entry is not None:
             self.entry.complete()
         return self.done
