@@ -34,6 +34,8 @@ IDLE_LOOKS = 100  # a rank that looks so often at the clock, while nothing else 
 IDLE_NAPS = 1_000_000  # a rank that sleeps so often, while ranks do nothing but sleep, does so for ever
 PATIENCE = 1.125  # the time between two questions in vain grows so, for a rank that looks at the clock
 LONGEST_NS = 3_600 * 10**9  # and no further
+_SIGNALS: dict[Death, int] = {"kill": 9, "crash": 11}  # by which a rank dies
+_TOO_MUCH = 1 << 62  # bytes
 REFUSALS = 100  # a rank that so often catches the end of its run is given up
 
 _abandoned: list[greenlet] = []  # kept: a greenlet that is collected is woken once more
@@ -73,6 +75,7 @@ class SimulatedRun:
             recorder=Recorder(events.append, self.clock),
             sleep=self.sleep,
             die=self.die,
+            pause=self.sleep,
             device=self.device,
         )
         return SimulatedRank(index, context, events)
@@ -285,15 +288,17 @@ class SimulatedRun:
     def die(self, death: Death, why: str) -> None:
         """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
         rank = self.here()
+        if death == "exhaust":
+            torch.empty(_TOO_MUCH, dtype=torch.uint8)  # raises, with this process's own memory left alone
         if death in ("stop", "stall"):
             self._freeze(rank, "stopped" if death == "stop" else "stalled", why)
-        killed = death == "kill"
+        number = _SIGNALS.get(death)
         rank.context.recorder.end(
-            End(how="killed", message=why, signal=9, at_ns=self.clock())
-            if killed
-            else End(how="exited", message=why, exit_code=1, at_ns=self.clock())
+            End(how="exited", message=why, exit_code=1, at_ns=self.clock())
+            if number is None
+            else End(how="killed", message=why, signal=number, at_ns=self.clock())
         )
-        self._freeze(rank, "dead", "signal 9" if killed else "exit status 1")
+        self._freeze(rank, "dead", "exit status 1" if number is None else f"signal {number}")
 
     def _freeze(self, rank: SimulatedRank, state: RankState, detail: str) -> None:
         rank.state, rank.detail = state, detail
