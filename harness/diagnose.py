@@ -58,9 +58,11 @@ def _unformed(scene: _Scene) -> Finding | None:
     ledgers = scene.ledgers
     outside = [ledger for ledger in ledgers if WORLD not in ledger.groups]
     began = len(outside) == len(ledgers) or any(ledger.rendezvous == "arrived" for ledger in outside)
-    if not outside or not began or _ended_alike(outside, len(ledgers)):
+    formed = any(ledger.collectives or ledger.messages for ledger in ledgers)  # who died may not have told of it
+    if not outside or not began or formed or _ended_alike(outside, len(ledgers)):
         return None
-    ranks = find_missing([ledger for ledger in ledgers if not _thrown_out(ledger)]) or find_missing(ledgers)
+    missing = find_missing(ledgers)
+    ranks = tuple(rank for rank in missing if not _thrown_out(ledgers[rank])) or missing
     return Finding(
         kind="init_fail",
         ranks=ranks,

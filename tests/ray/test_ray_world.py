@@ -409,6 +409,7 @@ def test_a_killed_actor_is_replaced_with_its_rank(world):
     def program(rank):
         if rank == 2:
             os.kill(supervisor, signal.SIGKILL)
+            this.current().die("stall", "until its end comes")
         dist.barrier()
 
     run = world.run(program)
@@ -509,9 +510,10 @@ import sys
 from tpbed.tp.ray_world import RayWorld
 import torch, torch.distributed as dist
 class Program:
+    base = int(sys.argv[2])
     def arrive(self, rank): pass
     def __call__(self, rank):
-        total = torch.tensor([int(sys.argv[2]) + rank])
+        total = torch.tensor([self.base + rank])
         dist.all_reduce(total)
         return total.item()
 with RayWorld(2, ray_address=sys.argv[1]) as world:
