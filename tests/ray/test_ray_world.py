@@ -297,14 +297,13 @@ def test_a_crash_in_c_is_seen(world):
     assert_ready(world, world.pids)
 
 
-def test_a_kill_after_a_look_at_the_stack_is_not_taken_for_a_crash_there(world):
-    def program(rank, kill):
-        if rank == 1 and kill:
-            this.current().die("kill", "as planned")
-        this.current().die("stall", "as planned")
+def test_a_kill_is_not_told_by_the_stack_of_an_earlier_crash(world):
+    def program(rank, death):
+        if rank == 1:
+            this.current().die(death, "as planned")
 
-    world.run(functools.partial(program, kill=False), stall_after_s=0.1)
-    end = world.run(functools.partial(program, kill=True), stall_after_s=0.1).ledgers[1].end
+    world.run(functools.partial(program, death="crash"))
+    end = world.run(functools.partial(program, death="kill")).ledgers[1].end
     assert (end.message, end.site, end.traceback) == ("killed by SIGKILL", "", "")
 
 
