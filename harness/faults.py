@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from tpbed.tp.ledger import WORLD
-from tpbed.tp.rank import Death
 
 FIRED = "fault"  # the mark that a planned fault leaves in the ledger; its value is the fault's index in the scenario
 
@@ -212,7 +211,7 @@ class Absent:
     """The rank does not come to the rendezvous of the group: it stays outside, alive ("stall"), or ends there."""
 
     rank: int
-    how: Death = "stall"
+    how: Literal["stall", "stop", "exit", "kill", "crash"] = "stall"
     kind: Literal["absent"] = "absent"
 
 
