@@ -11,8 +11,9 @@ from tpbed.harness.decisions import Divergence, find_divergences
 from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.messages import find_lone_messages, find_unfit_messages
 from tpbed.harness.mismatch import find_mismatches, find_strided
-from tpbed.tp.ledger import CollectiveRecord, Ledger, MessageRecord
+from tpbed.tp.ledger import WORLD, CollectiveRecord, Ledger, MessageRecord
 from tpbed.tp.messages import Mail
+from tpbed.tp.stuck import find_missing
 from tpbed.tp.world import Liveness
 
 TRANSPORT = (
@@ -32,10 +33,12 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
     """Find the root causes in what the ranks did; a pure function, the same for live runs and stored records.
 
     ledgers, liveness: one each per rank, in rank order.
-    Returns findings of the kinds mismatch, hang, stall, crash_one, crash_all and diverge, roots only: whatever follows
-    from a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
+    Returns findings of the kinds init_fail, mismatch, hang, stall, crash_one, crash_all and diverge, roots only: what
+    follows from a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
     """
     scene = _Scene(ledgers, liveness)
+    if unformed := _unformed(scene):
+        return (unformed,)  # no rank has run anything
     findings = [*find_mismatches(ledgers), *find_strided(ledgers), *find_unfit_messages(ledgers)]
     findings += _hangs(scene, findings)
     findings += _frozen(scene, findings)
@@ -49,6 +52,44 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
             or [divergence.finding() for divergence in divergences[:1]]
         )
     return tuple(_with_decision(finding, divergences) for finding in findings)
+
+
+def _unformed(scene: _Scene) -> Finding | None:
+    """The default group was never formed; named is who did not come to its rendezvous, or ended on the way to it."""
+    ledgers = scene.ledgers
+    outside = [ledger for ledger in ledgers if WORLD not in ledger.groups]
+    began = len(outside) == len(ledgers) or any(ledger.rendezvous == "arrived" for ledger in outside)
+    formed = any(ledger.collectives or ledger.messages for ledger in ledgers)  # who died may not have told of it
+    if not outside or not began or formed or _ended_alike(outside, len(ledgers)):
+        return None
+    missing = find_missing(ledgers)
+    ranks = tuple(rank for rank in missing if not _thrown_out(ledgers[rank])) or missing
+    return Finding(
+        kind="init_fail",
+        ranks=ranks,
+        text=f"the group of {len(ledgers)} ranks was not formed for want of {name_ranks(ranks)}",
+        waiting_ranks=tuple(ledger.rank for ledger in outside if ledger.end is None and ledger.rank not in ranks),
+        causes=tuple(_cause_of_want(ledgers[rank], scene.liveness[rank]) for rank in ranks),
+    )
+
+
+def _thrown_out(ledger: Ledger) -> bool:
+    """Whether its peers' trouble ended it, through the transport."""
+    return ledger.end is not None and ledger.end.how == "raised" and any(w in ledger.end.message for w in TRANSPORT)
+
+
+def _cause_of_want(ledger: Ledger, seen: Liveness) -> Cause:
+    if ledger.end is not None:
+        return _cause_of_end(ledger, "before the group was formed")
+    at = {
+        "": "loads its program",
+        "outside": "does not come to the rendezvous",
+        "arrived": "has come, and is not in it",
+    }
+    how = "is stopped and" if seen.state == "stopped" else "is alive and"
+    frame = next((frame for frame in seen.frames if not frame.startswith("tp/")), "")
+    where = f", in {frame}" if frame else ""
+    return Cause(rank=ledger.rank, text=f"rank {ledger.rank} {how} {at[ledger.rendezvous]}{where}", site=frame)
 
 
 class _Scene:
@@ -218,11 +259,16 @@ def _crashes(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
     crashed = [rank for rank in scene.ended if _crashed(scene, rank, found) and rank not in explained]
     if not crashed:
         return []
-    ends = [scene.ledgers[rank].end for rank in crashed]
-    alike = len(crashed) == len(scene.ledgers) and len({(e.how, e.error_type, e.site) for e in ends if e}) == 1
+    alike = _ended_alike([scene.ledgers[rank] for rank in crashed], len(scene.ledgers))
     causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in crashed)
     text = "every rank ended with the same error" if alike else f"{name_ranks(crashed)} did not return"
     return [Finding(kind="crash_all" if alike else "crash_one", ranks=tuple(crashed), text=text, causes=causes)]
+
+
+def _ended_alike(ledgers: Sequence[Ledger], world_size: int) -> bool:
+    """Whether these are all the ranks, and all have ended with the same error at the same place."""
+    ends = {ledger.end and (ledger.end.how, ledger.end.error_type, ledger.end.site) for ledger in ledgers}
+    return len(ledgers) == world_size and len(ends) == 1 and None not in ends
 
 
 def _crashed(scene: _Scene, rank: int, found: Sequence[Finding]) -> bool:

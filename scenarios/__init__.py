@@ -8,6 +8,7 @@ from tpbed.scenarios import (
     hang,
     healthy,
     lifecycle,
+    lifecycle_start,
     mismatch,
     quantized,
     real,
@@ -17,7 +18,21 @@ from tpbed.scenarios import (
 )
 
 CATALOGUE: dict[str, Scenario] = {}
-for _file in (hang, healthy, geometry, mismatch, divergence, ties, quantized, slow, schedule, lifecycle, checker, real):
+for _file in (
+    hang,
+    healthy,
+    geometry,
+    mismatch,
+    divergence,
+    ties,
+    quantized,
+    slow,
+    schedule,
+    lifecycle,
+    lifecycle_start,
+    checker,
+    real,
+):
     for _scenario in _file.SCENARIOS:
         if _scenario.name in CATALOGUE:
             raise ScenarioError(f"two scenarios are named {_scenario.name}: give one of them another name.")

@@ -21,6 +21,11 @@ class Story:
         self.events: list[Event] = [("group", "world", list(range(world_size)))]
         self.seqs: dict[str, int] = {}
 
+    def comes(self, *where: str) -> Story:
+        """On its way to the rendezvous; as yet in no group."""
+        self.events[0:1] = [("rendezvous", one) for one in ("outside", *where)]
+        return self
+
     def group(self, name: str, ranks: Sequence[int]) -> Story:
         self.events.append(("group", name, list(ranks)))
         return self

@@ -447,3 +447,54 @@ def test_what_ranks_call_in_groups_that_are_not_the_same_is_not_compared():
     alone = Story(0, 2).group("1", (0,)).calls("barrier", group="1").returns()
     finding = only(alone, Story(1, 2).group("1", (0, 1)).waits("all_reduce", group="1"))
     assert (finding.op, finding.ranks) == ("new_group", (0, 1))
+
+
+# The group is not formed
+
+
+@pytest.mark.parametrize("end", ["raises", "dies", "exits"])
+def test_a_rank_that_ends_before_the_group_is_formed_is_named_and_not_those_that_wait_for_it(end):
+    waiting = [Story(rank).comes("arrived") for rank in (0, 2, 3)]
+    finding = only(*in_order(getattr(Story(1).comes(), end)(), *waiting), frozen={r: STALLED for r in (0, 2, 3)})
+    assert (finding.kind, finding.ranks, finding.waiting_ranks) == ("init_fail", (1,), (0, 2, 3))
+    assert "before the group was formed" in finding.causes[0].text
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"), [(STALLED, "is alive and does not come"), (STOPPED, "is stopped and does not")]
+)
+def test_a_rank_that_does_not_come_is_named_and_not_those_that_wait_for_it(seen, told):
+    stories = [Story(rank).comes("arrived") for rank in range(3)]
+    finding = only(*stories, Story(3).comes(), frozen={0: STALLED, 1: STALLED, 2: STALLED, 3: seen})
+    assert (finding.kind, finding.ranks) == ("init_fail", (3,)) and told in finding.causes[0].text
+
+
+def test_ranks_that_the_transport_threw_out_of_the_forming_are_not_named():
+    thrown = [Story(rank).comes("arrived").raises("RuntimeError", "Connection closed by peer") for rank in range(3)]
+    assert only(*thrown, Story(3).comes("arrived").dies()).ranks == (3,)
+
+
+def test_a_rank_that_cannot_reach_the_store_is_named_whatever_its_error_says():
+    alone = Story(0).comes().raises("DistNetworkError", "Connection refused")
+    assert only(alone, *(Story(rank).comes("arrived") for rank in (1, 2, 3))).ranks == (0,)
+
+
+def test_ranks_that_all_end_alike_before_a_group_are_a_clean_stop():
+    assert only(*(Story(rank).comes().raises("ImportError") for rank in range(4))).kind == "crash_all"
+
+
+def test_ranks_that_all_came_and_formed_no_group_are_all_named():
+    finding = only(*(Story(rank, 2).comes("arrived") for rank in range(2)), frozen={0: STALLED, 1: STALLED})
+    assert (finding.kind, finding.ranks) == ("init_fail", (0, 1))
+
+
+def test_a_rank_that_cannot_load_a_program_for_a_group_that_is_there_leaves_its_peers_in_a_hang():
+    lost = Story(1)
+    lost.events.clear()
+    finding = only(*in_order(lost.raises("ImportError"), *waiters(1, before=0)))
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (1,), 1)
+
+
+def test_a_rank_of_which_the_last_is_not_known_is_in_the_group_that_its_peers_use():
+    finding = only(*in_order(Story(2).comes("arrived").dies(), *waiters(2, before=0)))
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (2,), 1)

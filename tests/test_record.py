@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+from pydantic import TypeAdapter
 from test_catalogue import simulate
 
-from tpbed.harness.faults import Raise
-from tpbed.harness.plan import make_plan
+from tpbed.harness.faults import Fault, Raise, describe
+from tpbed.harness.plan import Plan, make_plan
 from tpbed.harness.record import RecordError, load_record, save_record
 from tpbed.harness.scenario import Scenario, ScenarioError
 from tpbed.harness.verdict import judge
@@ -27,7 +29,14 @@ def test_scenarios_of_the_same_seed_draw_for_themselves():
 
 
 @pytest.mark.parametrize(
-    "name", ["hang/crop-tail-rank", "mismatch/local-fast-path", "ties/nan-marks-its-row", "lifecycle/killed-rank"]
+    "name",
+    [
+        "hang/crop-tail-rank",
+        "mismatch/local-fast-path",
+        "ties/nan-marks-its-row",
+        "lifecycle/killed-rank",
+        "lifecycle/segfault",
+    ],
 )
 def test_a_record_from_its_file_is_the_record_and_is_judged_alike(name, tmp_path):
     record = simulate(name)
@@ -109,6 +118,17 @@ def test_a_record_is_json_that_other_tools_can_read(tmp_path):
     save_record(simulate("hang/one-rank-raises"), tmp_path / "record.json")
     stored = json.loads((tmp_path / "record.json").read_text())
     assert stored["ledgers"][2]["end"]["error_type"] == "InjectedError"
+
+
+@pytest.mark.parametrize("name", [scenario.name for scenario in CATALOGUE.values() if scenario.faults])
+def test_a_plan_with_faults_survives_json(name):
+    plan, plans = make_plan(CATALOGUE[name], seed=7), TypeAdapter(Plan)
+    assert plans.validate_json(plans.dump_json(plan)) == plan
+
+
+def test_every_fault_is_in_the_catalogue_and_shown_as_it_is_called():
+    used = {fault.kind: describe(fault).split()[0] for one in CATALOGUE.values() for fault in one.faults}
+    assert used == {kind: kind for kind in used} and len(used) == len(get_args(Fault))
 
 
 def test_a_fault_on_a_rank_that_is_not_there_is_refused():

@@ -18,6 +18,7 @@ import ray
 from tpbed.tp import ray_cluster
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.fork_server import START_S
+from tpbed.tp.gpus import RankGpu, tell_shared
 from tpbed.tp.job import Backend, Station
 from tpbed.tp.ray_actor import Placement, RankActor, send_at_once
 
@@ -42,6 +43,7 @@ class _Seat:
     placement: Placement
     station: Station | None = None
     pid: int = 0  # of the rank process
+    gpu: str = ""  # its UUID
     gone: bool = False
 
 
@@ -217,7 +219,10 @@ class Crew:
                 if word != "ready":
                     raise InitError(f"rank {rank} did not start{': ' if rest else '.'}{''.join(map(str, rest))}")
                 self.set_pid(rank, rest[0])
+                self._seats[rank].gpu = rest[1]
                 missing.discard(rank)
+        if told := tell_shared([RankGpu(rank=r, node=s.placement.node, uuid=s.gpu) for r, s in enumerate(self._seats)]):
+            raise InitError(told)
 
 
 def _by_node_and_gpu(seat: _Seat) -> tuple[str, str, list[int]]:

@@ -12,6 +12,7 @@ WORLD = "world"  # the ledger's name of the default group
 DROPPED = "dropped: nobody holds its handle any more, so gloo has taken it back"  # the error of such a message
 
 State = Literal["scheduled", "started", "completed", "failed"]
+Rendezvous = Literal["", "outside", "arrived"]
 EndHow = Literal["returned", "raised", "exited", "killed"]
 Event = Sequence[Any]  # (kind, field, ...), plain values that JSON can hold
 
@@ -111,6 +112,7 @@ class Ledger:
     marks: tuple[Mark, ...] = ()
     steps: tuple[str, ...] = ()
     checks: int = 0
+    rendezvous: Rendezvous = ""  # of a group that this run forms: the rank could come, has come; "" in an earlier one's
     end: End | None = None
     truncated: bool = False  # the black box was full: later events are missing
 
@@ -145,6 +147,7 @@ def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncate
         marks=tuple(book.marks),
         steps=tuple(book.steps),
         checks=book.checks,
+        rendezvous=book.rendezvous,
         end=book.end,
         truncated=truncated,
     )
@@ -159,11 +162,15 @@ class _Book:
         self.marks: list[Mark] = []
         self.steps: list[str] = []
         self.checks = 0
+        self.rendezvous: Rendezvous = ""
         self.end: End | None = None
 
     @property
     def step(self) -> str:
         return self.steps[-1] if self.steps else ""
+
+    def comes(self, where: Rendezvous) -> None:
+        self.rendezvous = where
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         self.groups[name] = tuple(ranks)
@@ -256,6 +263,7 @@ _MESSAGE_FIELDS = ("dtype", "shape", "stride", "payload_bytes", "site", "started
 END_FIELDS = ("how", "error_type", "message", "site", "traceback", "exit_code", "signal", "at_ns")
 
 _FOLD: dict[str, Callable[..., None]] = {
+    "rendezvous": _Book.comes,
     "group": _Book.group,
     "start": _Book.start,
     "state": _Book.change,

@@ -18,13 +18,14 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tpbed.tp.blackbox import BlackBox, StackFile, end_event, frame_text
+from tpbed.tp.blackbox import BlackBox, StackFile, end_event, frame_text, parse_frames
 from tpbed.tp.fork_server import START_S, ForkError, ForkServer
 from tpbed.tp.job import Job, Station
 from tpbed.tp.reading import Reading, Threads
 
+LEAVE_S = 3.0  # for an idle rank to drop its groups; else it is replaced
 ABORT_S = 3.0  # for a rank to leave the program that is aborted: long, as machines are loaded; else it is replaced
 _ABORT_AGAIN_S = 0.05
 _SEND_S = 5  # for a rank to take a job
@@ -79,13 +80,14 @@ class Supervisor:
         self._child: Child | None = None  # None once it is dead
         self._run = 0
         self._running = False
+        self._groups: Literal["held", "leaving", "left"] = "left"  # by the rank, since its last run
         self._sent = 0  # bytes of the black box that the driver has
 
     def serve(self) -> None:
         """Until the driver hangs up; then the rank is killed and this process ends."""
         try:
             self._child = self._fork()
-            self._channel.send(("ready", self._child.pid))
+            self._channel.send(("ready", self._child.pid, self._child.gpu))
             while True:
                 self._turn()
         except (EOFError, ConnectionError):
@@ -110,10 +112,14 @@ class Supervisor:
 
     def _hear_rank(self, child: Child) -> None:
         try:
-            run, payload, intact = child.jobs.recv()
+            said = child.jobs.recv()
         except (EOFError, ConnectionError):
             self._notice_death(_DIE_S)
             return
+        if said == "left":
+            self._groups = "left"
+            return
+        run, payload, intact = said
         if self._running and run == self._run:
             self._running = False
             self._channel.send(("ended", run, self._read(), payload, intact))
@@ -126,13 +132,14 @@ class Supervisor:
         child.close()
         self._child = None
         if self._running:
-            self._box.append(_death(status))
+            self._box.append(_death(status, self._stacks.last_words()))
             self._running = False
         self._channel.send(("dead", self._run, self._read()))
 
     def _on_run(self, job: Job) -> None:
         self._box.reset()
-        self._run, self._running, self._sent = job.run, True, 0
+        self._stacks.clear()
+        self._run, self._running, self._sent, self._groups = job.run, True, 0, "held"
         if self._child is None:
             self._running = False
             self._box.append(_death(-signal.SIGKILL))
@@ -155,14 +162,15 @@ class Supervisor:
 
     def _on_leave(self) -> None:
         """Let an idle rank drop its groups, while nobody waits for it."""
-        if self._child is not None and not self._running:
+        if self._child is not None and not self._running and self._groups == "held":
+            self._groups = "leaving"
             with contextlib.suppress(OSError):  # it is dying: that will be noticed
                 self._child.jobs.send("leave")
 
     def _on_recover(self) -> None:
         self._on_leave()
-        replaced = not (self._child and (not self._running or self._abort(self._child)))
-        self._running = False
+        replaced = not (self._child and (self._abort if self._running else self._has_left)(self._child))
+        self._running, self._groups = False, "left"
         if replaced:
             self._kill()
             self._child = self._fork()
@@ -204,6 +212,14 @@ class Supervisor:
             return False
         return is_out and answered == asked
 
+    def _has_left(self, child: Child) -> bool:
+        """Wait until an idle rank has dropped its groups. False if something in it keeps it from that."""
+        if self._groups == "left":
+            return not child.is_stopped()
+        with contextlib.suppress(EOFError, OSError):
+            return not child.is_stopped() and child.jobs.poll(LEAVE_S) and child.jobs.recv() == "left"
+        return False
+
     def _fork(self) -> Child:
         try:
             return Child.fork(self._server, self._station, self._box, self._stacks)
@@ -230,6 +246,7 @@ class Child:
     def __init__(self, pid: int, jobs: Connection, control: socket.socket) -> None:
         self.pid, self.jobs, self.control = pid, jobs, control
         self.pidfd = os.pidfd_open(pid)
+        self.gpu = ""  # its UUID
 
     @classmethod
     def fork(cls, server: ForkServer, station: Station, box: BlackBox, stacks: StackFile) -> Child:
@@ -249,7 +266,8 @@ class Child:
     def _settle(self, station: Station) -> None:
         try:
             self.jobs.send(station)
-            if self.jobs.poll(START_S) and self.jobs.recv() == "ready":
+            if self.jobs.poll(START_S):
+                _, self.gpu = self.jobs.recv()
                 return
         except (EOFError, OSError):
             pass
@@ -290,10 +308,13 @@ def _state(stat: str) -> str:
         return ""
 
 
-def _death(status: int) -> Any:
+def _death(status: int, last_words: str = "") -> Any:
     at_ns = time.monotonic_ns()
     if status < 0:
-        return end_event(how="killed", signal=-status, message=f"killed by {_signal_name(-status)}", at_ns=at_ns)
+        site = next((frame for frame in parse_frames(last_words) if not frame.startswith("tp/")), "")
+        message = f"killed by {_signal_name(-status)}" + (f" in {site}" if site else "")
+        fields = {"signal": -status, "message": message, "site": site, "traceback": last_words}
+        return end_event(how="killed", at_ns=at_ns, **fields)
     return end_event(how="exited", exit_code=status, message=f"exited with status {status}", at_ns=at_ns)
 
 

@@ -53,7 +53,8 @@ class RayWorld:
         """Start Ray, unless it is initialised or an address is given (here or as RAY_ADDRESS), and the ranks.
 
         progress: told what is being waited for.
-        Raises WorldSizeError; InitError: fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
+        Raises WorldSizeError; InitError: fewer GPUs than ranks for "nccl", or two ranks on one; actors or ranks that do
+        not come up.
         """
         require_world_size(world_size)
         self.world_size, self._backend = world_size, backend
@@ -61,6 +62,7 @@ class RayWorld:
         self._crew: Crew | None = None
         self._is_open = True
         self._run_number, self._keeps_group = 0, False
+        self._is_leaving = False  # ranks drop their groups since the last run, and may hang in that
         self._store: StoreServer | None = None
         self._prefix = ""  # of the group's generation in the store
         ray_cluster.SharedServer.hold()
@@ -83,9 +85,12 @@ class RayWorld:
     def run(self, program: RankProgram, *, stall_after_s: float = 10.0) -> WorldRun:
         """As World.run. Ctrl-C ends the run and leaves the world ready for the next.
 
+        A rank that is missing when the group is formed ends the run at once if it has ended, after stall_after_s if it
+        is stopped, or alive and outside; after FORM_S (60 s) if it still loads the program, or the connecting hangs.
         Raises ClosedError, and ProgramError if the program cannot be pickled.
         """
         crew, pickled = self._open_crew(), pickle_program(program)
+        self._keeps_group &= not hasattr(program, "arrive")
         with _interrupts_held() as interrupted:
             try:
                 return self._run(crew, pickled, stall_after_s, interrupted)
@@ -143,6 +148,7 @@ class RayWorld:
             return self._recover(crew, seen, run.over_at)
         if not self._keeps_group:
             crew.tell_all("leave")
+            self._is_leaving = True
         return seen
 
     def _next_job(self, crew: Crew, pickled: bytes) -> Job:
@@ -161,8 +167,8 @@ class RayWorld:
         return job
 
     def _mend(self, crew: Crew) -> None:
-        """Replace what died between runs."""
-        if crew.gone or crew.hear(range(self.world_size), 0.0):
+        """Replace what died between runs, or hangs in dropping the last one's groups."""
+        if self._is_leaving or crew.gone or crew.hear(range(self.world_size), 0.0):
             self._keeps_group = False
             self._make_ready(crew)
 
@@ -172,6 +178,7 @@ class RayWorld:
 
     def _make_ready(self, crew: Crew) -> tuple[int, ...]:
         """Get every rank out of its program, or replace it. Returns the ranks that were replaced."""
+        self._is_leaving = False
         answers = crew.ask(range(self.world_size), "recover")
         for rank, (_, pid, _) in answers.items():
             crew.set_pid(rank, pid)

@@ -16,7 +16,7 @@ import torch
 import typing_extensions
 from torch import Tensor
 
-from tpbed.tp.ledger import END_FIELDS, End, Event, State
+from tpbed.tp.ledger import END_FIELDS, End, Event, Rendezvous, State
 
 Sink = Callable[[Event], None]
 Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
@@ -37,6 +37,10 @@ class Recorder:
         self._clock = clock
         self.seqs: dict[str, int] = {}  # the last seq issued in each group
         self.message_seqs: dict[str, int] = {}
+
+    def rendezvous(self, where: Rendezvous) -> None:
+        """How far the rank is on its way to the group that is to be formed."""
+        self._sink(("rendezvous", where))
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         """A process group was formed; ranks are global, in group order."""

@@ -34,6 +34,8 @@ IDLE_LOOKS = 100  # a rank that looks so often at the clock, while nothing else 
 IDLE_NAPS = 1_000_000  # a rank that sleeps so often, while ranks do nothing but sleep, does so for ever
 PATIENCE = 1.125  # the time between two questions in vain grows so, for a rank that looks at the clock
 LONGEST_NS = 3_600 * 10**9  # and no further
+_SIGNALS: dict[Death, int] = {"kill": 9, "crash": 11}  # by which a rank dies
+_TOO_MUCH = 1 << 62  # bytes
 REFUSALS = 100  # a rank that so often catches the end of its run is given up
 
 _abandoned: list[greenlet] = []  # kept: a greenlet that is collected is woken once more
@@ -74,6 +76,7 @@ class SimulatedRun:
             recorder=Recorder(events.append, self.clock),
             sleep=self.sleep,
             die=self.die,
+            pause=self.sleep,
             device=self.device,
         )
         return SimulatedRank(index, context, events)
@@ -293,10 +296,14 @@ class SimulatedRun:
 
     def die(self, death: Death, why: str) -> None:
         """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
+        rank = self.here()
+        if death == "exhaust":
+            torch.empty(_TOO_MUCH, dtype=torch.uint8)  # raises, with this process's own memory left alone
         if death in ("stop", "stall"):
-            self._freeze(self.here(), "stopped" if death == "stop" else "stalled", why)
-        if death == "kill":
-            self.leave(End(how="killed", signal=9, message=why, at_ns=self.clock()))
+            self._freeze(rank, "stopped" if death == "stop" else "stalled", why)
+        number = _SIGNALS.get(death)
+        if number is not None:
+            self.leave(End(how="killed", signal=number, message=why, at_ns=self.clock()))
         self.leave(End(how="exited", exit_code=1, message=why, at_ns=self.clock()))
 
     def leave(self, end: End) -> None:

@@ -56,7 +56,8 @@ class World(Protocol):
     """Runs rank programs; a context manager that leaves nothing behind.
 
     A rank program is a function of its rank that talks through torch.distributed, whose default group is ready when it
-    starts and spans all ranks. After a run, whatever happened in it, the same world runs the next program.
+    starts and spans all ranks. One with a method `arrive(rank)` gets a new group, on real ranks: it is called on each
+    before that comes to the rendezvous. After a run, whatever happened in it, the same world runs the next program.
     """
 
     @property
