@@ -16,10 +16,10 @@ from typing import Any
 import ray
 
 from tpbed.tp import ray_cluster
-from tpbed.tp.errors import TestbedError
 from tpbed.tp.fork_server import START_S
 from tpbed.tp.job import Backend, Station
 from tpbed.tp.ray_actor import Placement, RankActor, send_at_once
+from tpbed.tp.ray_cluster import InitError
 
 _ANSWER_S = 30.0  # for a supervisor, which always answers; one that does not has lost its processor or its node
 _CLOSE_S = 5.0
@@ -27,10 +27,6 @@ _GREET_S = 5.0
 
 Message = tuple[Any, ...]  # a word, and what belongs to it
 Hearer = Callable[[int, Message], None]
-
-
-class InitError(TestbedError):
-    """A world could not be started; the message names the ranks that are missing."""
 
 
 @dataclass(slots=True)

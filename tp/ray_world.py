@@ -16,11 +16,12 @@ import cloudpickle
 
 from tpbed.tp import ray_cluster
 from tpbed.tp.blackbox import end_event, format_event
-from tpbed.tp.crew import Crew, InitError, Message
+from tpbed.tp.crew import Crew, Message
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.job import Backend, Job
 from tpbed.tp.ledger import WORLD, CollectiveRecord, End, Ledger
 from tpbed.tp.pickling import ProgramError, pickle_program
+from tpbed.tp.ray_cluster import InitError
 from tpbed.tp.reading import Reading
 from tpbed.tp.run_watch import IDLE_S, RunWatch
 from tpbed.tp.store import StoreServer
@@ -62,9 +63,10 @@ class RayWorld:
         self._run_number, self._keeps_group = 0, False
         self._store: StoreServer | None = None
         self._prefix = ""  # of the group's generation in the store
+        address = ray_cluster.find(ray_address)
         ray_cluster.SharedServer.hold()
         try:
-            self._open(ray_address)
+            self._open(address)
         except BaseException:
             self.close()
             raise
@@ -111,9 +113,9 @@ class RayWorld:
     ) -> None:
         self.close()
 
-    def _open(self, ray_address: str | None) -> None:
-        self._progress("starting Ray")
-        ray_cluster.connect(ray_address, self.world_size)
+    def _open(self, address: str | None) -> None:
+        self._progress(f"joining Ray at {address}" if address else "starting Ray")
+        ray_cluster.connect(address, self.world_size)
         atexit.register(self.close)  # after Ray has registered its own end, so before it
         gpus = ray_cluster.count_gpus()
         if self._backend == "nccl" and gpus < self.world_size:
