@@ -28,11 +28,13 @@ if TYPE_CHECKING:  # torch and Ray are imported by the commands that need them, 
 
     from tpbed.harness.runner import Choice, Run, Session, WorldChoice
     from tpbed.harness.verdict import Status
+    from tpbed.harness.worlds import Placement
 
 _STARTED = time.monotonic()
 USAGE, UNDECIDED = 2, 3
 STATUSES: dict[str, Status] = {"passed": "PASS", "failed": "FAIL", "undecided": "UNDECIDED"}
 WORLD_CHOICES = ("auto", *get_args(WorldName))
+PLACEMENTS = ("pack", "spread")
 COLOURS = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "bold yellow"}
 NAME_WIDTH = 16
 MAX_NAMES = 8  # of scenarios that were not run for the same reason
@@ -135,6 +137,9 @@ def run(
     ray_address: Annotated[
         str | None, typer.Option(help="The Ray cluster to use; else that of RAY_ADDRESS, else one is started here.")
     ] = None,
+    placement: Annotated[
+        str, typer.Option(metavar="pack|spread", help="On a cluster: ranks on as few nodes as can be, or over as many.")
+    ] = "pack",
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop after the first run that does not pass.")
     ] = False,
@@ -142,6 +147,8 @@ def run(
     """Run scenarios and judge what the ranks did."""
     if world not in WORLD_CHOICES:
         raise UsageError(f"unknown world {world!r}: give one of {', '.join(WORLD_CHOICES)}.")
+    if placement not in PLACEMENTS:
+        raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
     scenarios = _of_world_size(select(load_catalogue(), patterns or []), tp)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
@@ -155,6 +162,7 @@ def run(
             world=choice.world,
             seed=seed,
             ray_address=ray_address,
+            placement=cast("Placement", placement),
             evidence=Evidence(out=out, keep=keep),
             fail_fast=fail_fast,
             on_progress=screen.progress,

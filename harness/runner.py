@@ -20,7 +20,7 @@ from tpbed.harness.report import WORLD_OPTIONS, render
 from tpbed.harness.scenario import Scenario, WorldName
 from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.harness.verdict import Status, Verdict, judge
-from tpbed.harness.worlds import Progress, open_world
+from tpbed.harness.worlds import Placement, Progress, open_world
 from tpbed.tp.ledger import Ledger
 from tpbed.tp.world import Liveness, World, WorldRun
 
@@ -157,6 +157,7 @@ def run_scenarios(
     world: WorldName,
     seed: int,
     ray_address: str | None = None,
+    placement: Placement = "pack",
     evidence: Evidence = Evidence(),
     fail_fast: bool = False,
     on_progress: Progress = lambda message: None,
@@ -166,7 +167,7 @@ def run_scenarios(
     """Run scenarios one after the other, by world size and then as given, trained heads last; one world open at a time.
 
     world: as choose_world settled it; what it cannot express, or has not the GPUs for, is not run.
-    fail_fast: stop after the first run that is no PASS.
+    ray_address, placement: as of open_world. fail_fast: stop after the first run that is no PASS.
     on_progress, on_run: called with a line of text as something begins, and with each result.
     opener: opens the worlds, by world size; None for those of tpbed.
     An error in opening the first world is raised, since nothing has been run; later ones are UNDECIDED. Worlds are
@@ -174,7 +175,9 @@ def run_scenarios(
     """
 
     def open_here(world_size: int) -> World:
-        return open_world(world, world_size, seed=seed, ray_address=ray_address, progress=on_progress)
+        return open_world(
+            world, world_size, seed=seed, ray_address=ray_address, placement=placement, progress=on_progress
+        )
 
     able, not_run = _split(scenarios, world, _gpus(ray_address))
     slot = _Slot(opener or open_here)

@@ -32,7 +32,7 @@ _DIE_S = 5.0  # for a killed process to be gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Place:
     """Where Ray put an actor."""
 
     node: str
@@ -48,20 +48,20 @@ class RankActor:
     the readings. It also is the driver's lifeline: when it closes, the actor kills its rank and ends.
     """
 
-    def __init__(self, seat: int, driver: tuple[str, int], key: bytes) -> None:
-        """seat: the driver's number for this actor; driver: where it listens; key: proves that we belong to it."""
+    def __init__(self, ticket: int, driver: tuple[str, int], key: bytes) -> None:
+        """ticket: the driver's number for this actor; driver: where it listens; key: proves that we belong to it."""
         self._channel = Client(driver, authkey=key)
         send_at_once(self._channel)
-        self._channel.send(seat)
+        self._channel.send(ticket)
 
-    def place(self) -> Placement:
+    def place(self) -> Place:
         """Where this actor is."""
         import ray
 
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return Placement(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
+        return Place(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
 
     def start(self, station: Station, server: str) -> None:
         """Start to serve the driver: fork the rank, from the node's fork server of that name."""
@@ -167,6 +167,13 @@ class Supervisor:
             self._kill()
             self._child = self._fork()
         self._channel.send(("recover", self._run, self._child and self._child.pid, replaced))
+
+    def _on_move(self, station: Station) -> None:
+        """A new process, since its station is another one: ranks were moved to or from this node."""
+        self._station = station
+        self._kill()
+        self._child = self._fork()
+        self._channel.send(("move", self._run, self._child.pid))
 
     def _on_close(self) -> None:
         self._end()

@@ -84,7 +84,7 @@ def connect(address: str | None, world_size: int) -> None:
     if ray.is_initialized():
         return
     if not address:
-        _start(world_size)
+        start(world_size)
         return
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=SERVER)
@@ -101,11 +101,6 @@ def nodes_with(needs: dict[str, float]) -> int:
 def is_local() -> bool:
     """True if all ranks will be on the driver's machine."""
     return len(_nodes()) == 1
-
-
-def is_alive(node: str) -> bool:
-    """Whether Ray still counts on the node of this id."""
-    return any(one["NodeID"] == node for one in _nodes())
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -143,12 +138,13 @@ def _reach(address: str, place: str) -> None:
 
 def _no_cluster(address: str, why: str) -> str:
     return (
-        f"there is no Ray cluster at {address!r}: {why}. Give host:port of its head node, or \"auto\", as --ray-address or "
-        "RAY_ADDRESS; without either a local Ray is started."
+        f'there is no Ray cluster at {address!r}: {why}. Give host:port of its head node, or "auto", as '
+        "--ray-address or RAY_ADDRESS; without either a local Ray is started."
     )
 
 
-def _start(world_size: int) -> None:
+def start(world_size: int) -> str:
+    """Start a Ray on this machine that ends with this process, however that ends. Returns its address."""
     folder = _make_folder()
     atexit.register(Janitor(folder).close)
     atexit.register(ray.shutdown)
@@ -162,6 +158,7 @@ def _start(world_size: int) -> None:
         namespace=SERVER,
         _temp_dir=str(folder),
     )
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _make_folder() -> Path:

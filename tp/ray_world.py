@@ -22,8 +22,10 @@ from tpbed.tp.job import Backend, Job
 from tpbed.tp.ledger import WORLD, CollectiveRecord, End, Ledger
 from tpbed.tp.pickling import ProgramError, pickle_program
 from tpbed.tp.ray_cluster import InitError
+from tpbed.tp.ray_share import shared_address
 from tpbed.tp.reading import Reading
 from tpbed.tp.run_watch import IDLE_S, RunWatch
+from tpbed.tp.seats import Placement
 from tpbed.tp.store import StoreServer
 from tpbed.tp.world import RankProgram, WorldRun
 
@@ -50,13 +52,16 @@ class RayWorld:
         backend: Backend = "gloo",
         ray_address: str | None = None,
         progress: Callable[[str], None] | None = None,
+        placement: Placement = "pack",
     ) -> None:
         """Start Ray, unless it is initialised or an address is given (here or as RAY_ADDRESS), and the ranks.
 
-        progress: told what is being waited for.
-        Raises InitError: fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
+        In a worker of pytest-xdist, the Ray that all workers of the session share is started by the first and joined.
+
+        progress: told what is being waited for. placement: of the ranks, on as few nodes as can be, or over as many.
+        Raises InitError: no such cluster; fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
         """
-        self.world_size, self._backend = world_size, backend
+        self.world_size, self._backend, self._placement = world_size, backend, placement
         self._progress = progress or (lambda _text: None)
         self._crew: Crew | None = None
         self._is_open = True
@@ -115,7 +120,7 @@ class RayWorld:
 
     def _open(self, address: str | None) -> None:
         self._progress(f"joining Ray at {address}" if address else "starting Ray")
-        ray_cluster.connect(address, self.world_size)
+        ray_cluster.connect(address or shared_address(self.world_size), self.world_size)
         atexit.register(self.close)  # after Ray has registered its own end, so before it
         gpus = ray_cluster.count_gpus()
         if self._backend == "nccl" and gpus < self.world_size:
@@ -124,7 +129,7 @@ class RayWorld:
                 'use a smaller world, or backend="gloo".'
             )
         self._progress(f"forking {self.world_size} ranks")
-        self._crew = Crew(self.world_size, self._backend)
+        self._crew = Crew(self.world_size, self._backend, self._placement)
         self._store = StoreServer(self._crew.address)
 
     def _open_crew(self) -> Crew:
@@ -176,10 +181,8 @@ class RayWorld:
         answers = crew.ask(range(self.world_size), "recover")
         for rank, (_, pid, _) in answers.items():
             crew.set_pid(rank, pid)
-        gone = sorted(crew.gone)
-        for rank in gone:
-            crew.replace(rank)
-        return tuple(sorted([*gone, *(rank for rank, (_, _, replaced) in answers.items() if replaced)]))
+        gone = crew.replace(sorted(crew.gone)) if crew.gone else ()
+        return tuple(sorted({*gone, *(rank for rank, (_, _, replaced) in answers.items() if replaced)}))
 
     def _rescue(self, crew: Crew) -> None:
         """After a run was broken off: be ready for the next, or closed."""

@@ -361,7 +361,7 @@ def test_a_rank_that_does_not_come_to_form_a_sub_group_is_found(world):
 
 
 def test_a_killed_actor_is_replaced_with_its_rank(world):
-    supervisor = world._crew._seats[2].placement.pid
+    supervisor = world._crew._seats[2].place.pid
 
     def program(rank):
         if rank == 2:
