@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from tpbed.tp import batches
 from tpbed.tp import rank as rank_module
 from tpbed.tp.blackbox import BlackBox, Pen, StackFile
 from tpbed.tp.completion import CompletionWatch
@@ -29,7 +30,7 @@ from tpbed.tp.ledger import WORLD
 from tpbed.tp.pickling import pickle_result
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
-from tpbed.tp.recording import BACKEND, RecordingGroup
+from tpbed.tp.recording import BACKEND, Issued, RecordingGroup
 from tpbed.tp.store import join_store, meet
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
@@ -78,6 +79,8 @@ class RankProcess:
         torch.set_num_threads(1)
         self._context = self._new_context()
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
+        if station.backend == "nccl":
+            batches.install()
         self._start_state = _State.now()
 
     def _new_context(self) -> RankContext:
@@ -173,6 +176,7 @@ class RankProcess:
             ranks=members,
             asynchronous=self._watch is not None,
             watch=None if self._watch is None else self._watch_work,
+            watch_message=None if self._watch is None else self._watch_message,
         )
         group.registered_name = options.group_id
         self._groups.append(group)
@@ -181,6 +185,10 @@ class RankProcess:
     def _watch_work(self, work: dist.Work | None, group: str, seq: int) -> None:
         if self._watch is not None:  # that of the run, which may be a later one than the group's first
             self._watch.watch(work, group, seq)
+
+    def _watch_message(self, group: str, seq: int) -> Issued:
+        assert self._watch is not None  # over NCCL there always is one, in a run
+        return self._watch.message(group, seq)
 
     def _transport(self, options: Any) -> Any:
         place = options.store, options.group_rank, options.group_size
