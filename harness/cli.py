@@ -131,7 +131,11 @@ def run(
     as_json: AsJson = False,
     junit: Annotated[Path | None, typer.Option(help="Write the verdicts as JUnit XML to this file.")] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Save every record, not only of runs that did not pass.")
+        bool,
+        typer.Option(
+            "--keep",
+            help="Save every record, not only of runs that did not pass; stuck ranks with native stacks (py-spy).",
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="The folder where records are saved.")] = Path("runs"),
     ray_address: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -83,14 +84,25 @@ class Evidence:
     keep: bool = False
 
     def save(self, verdict: Verdict) -> Path | None:
-        """Write record.json and report.txt of a run under `out/<scenario>/<world>-<seed>`."""
+        """Write record.json, report.txt and stacks/rank-N.txt of a run under `out/<scenario>/<world>-<seed>`."""
         if self.out is None or (verdict.status == "PASS" and not self.keep):
             return None
         record = verdict.record
         path = self.out / record.plan.scenario.name / f"{record.world}-{record.plan.seed}" / "record.json"
         save_record(record, path)
+        _save_stacks(record, path.with_name("stacks"))
         path.with_name("report.txt").write_text(render(verdict, evidence=path, full=True) + "\n")
         return path
+
+
+def _save_stacks(record: RunRecord, folder: Path) -> None:
+    """A file for each rank that did not end, of this run only: with native frames, or the Python frames alone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for rank, look in enumerate(record.liveness):
+        text = look.stack or "".join(f"{frame}\n" for frame in look.frames)
+        if text:
+            folder.mkdir(exist_ok=True)
+            (folder / f"rank-{rank}.txt").write_text(text)
 
 
 def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
@@ -176,7 +188,13 @@ def run_scenarios(
 
     def open_here(world_size: int) -> World:
         return open_world(
-            world, world_size, seed=seed, ray_address=ray_address, placement=placement, progress=on_progress
+            world,
+            world_size,
+            seed=seed,
+            ray_address=ray_address,
+            placement=placement,
+            stacks=evidence.keep,
+            progress=on_progress,
         )
 
     able, not_run = _split(scenarios, world, _gpus(ray_address))

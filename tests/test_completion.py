@@ -1,4 +1,4 @@
-"""Messages over an asynchronous transport: scheduled, started, completed as it goes on, and waited for where it hangs."""
+"""Messages over an asynchronous transport: scheduled, started, completed as it goes on; waited for where it hangs."""
 
 from __future__ import annotations
 

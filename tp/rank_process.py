@@ -34,7 +34,7 @@ from tpbed.tp.recording import BACKEND, Issued, RecordingGroup
 from tpbed.tp.store import join_store, meet
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_PTRACER, _ANYBODY = 15, 0x59616D61, -1
 
 
 class RunAborted(BaseException):
@@ -71,7 +71,9 @@ class RankProcess:
 
     def _settle(self, station: Station) -> None:
         self._station = station
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
+        libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYBODY), 0, 0, 0)  # of the same user: py-spy is no parent of ranks
         sys.path += [folder for folder in station.import_path if folder not in sys.path]
         with contextlib.suppress(OSError):
             os.chdir(station.folder)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -20,9 +17,10 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tpbed.tp.blackbox import BlackBox, StackFile, end_event, frame_text
+from tpbed.tp.blackbox import BlackBox, StackFile, end_event
 from tpbed.tp.fork_server import START_S, ForkError, ForkServer
 from tpbed.tp.job import Job, Station
+from tpbed.tp.py_spy import frames_of_stopped, native_stack
 from tpbed.tp.reading import Reading, Threads
 
 ABORT_S = 3.0  # for a rank to leave the program that is aborted: long, as machines are loaded; else it is replaced
@@ -152,6 +150,11 @@ class Supervisor:
         if child is not None:
             frames = frames_of_stopped(child.pid) if child.is_stopped() else self._stacks.ask(child.pidfd)
         self._channel.send(("frames", self._run, _of_program(frames)))
+
+    def _on_stack(self) -> None:
+        child = self._child
+        text = "" if child is None else native_stack(child.pid, stopped=child.is_stopped())
+        self._channel.send(("stack", self._run, text))
 
     def _on_leave(self) -> None:
         """Let an idle rank drop its groups, while nobody waits for it."""
@@ -309,17 +312,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have none
         return f"signal {number}"
-
-
-def frames_of_stopped(pid: int) -> tuple[str, ...]:
-    """The Python frames of a suspended process, innermost first, by py-spy; empty where that is missing or fails."""
-    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--json", "--nonblocking", "--pid", str(pid)]
-    try:
-        answer = subprocess.run(command, capture_output=True, timeout=_DIE_S, check=True)
-        frames = next(t for t in json.loads(answer.stdout) if t["thread_name"] == "MainThread")["frames"]
-    except (OSError, subprocess.SubprocessError, ValueError, StopIteration):
-        return ()
-    return tuple(frame_text(frame["filename"], frame["line"], frame["name"]) for frame in frames)
 
 
 def _of_program(frames: tuple[str, ...]) -> tuple[str, ...]:

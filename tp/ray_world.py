@@ -53,15 +53,18 @@ class RayWorld:
         ray_address: str | None = None,
         progress: Callable[[str], None] | None = None,
         placement: Placement = "pack",
+        stacks: bool = False,
     ) -> None:
         """Start Ray, unless it is initialised or an address is given (here or as RAY_ADDRESS), and the ranks.
 
         In a worker of pytest-xdist, the Ray that all workers of the session share is started by the first and joined.
 
         progress: told what is being waited for. placement: of the ranks, on as few nodes as can be, or over as many.
+        stacks: of ranks that are stuck read the native stacks, too, which takes a second, where py-spy is installed.
         Raises InitError: no such cluster; fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
         """
         self.world_size, self._backend, self._placement = world_size, backend, placement
+        self._reads_stacks = stacks
         self._progress = progress or (lambda _text: None)
         self._crew: Crew | None = None
         self._is_open = True
@@ -143,7 +146,7 @@ class RayWorld:
         watch = RunWatch(self.world_size, stall_after_s, time.monotonic(), idle_s=idle_s)
         run = _Run(crew, self._next_job(crew, pickled), watch)
         run.follow(interrupted)
-        seen = run.freeze(self.name)
+        seen = run.freeze(self.name, with_stacks=self._reads_stacks)
         self._keeps_group = run.intact and _is_clean(seen.ledgers)
         if seen.stuck or _has_dead(seen):
             return self._recover(crew, seen, run.over_at)
@@ -217,10 +220,11 @@ class _Run:
                 raise KeyboardInterrupt
         self.over_at = time.monotonic()
 
-    def freeze(self, world: str) -> WorldRun:
-        """What was seen, with the Python frames of the ranks that did not end."""
-        frames = {rank: found for rank, (_, found) in self._crew.ask(self._watch.open_ranks, "frames").items()}
-        liveness, ledgers, results = self._watch.liveness(frames), list(self._watch.ledgers), []
+    def freeze(self, world: str, *, with_stacks: bool) -> WorldRun:
+        """What was seen, with the Python frames of the ranks that did not end, and their stacks."""
+        frames = self._ask_open("frames")
+        liveness = self._watch.liveness(frames, self._ask_open("stack") if with_stacks else None)
+        ledgers, results = list(self._watch.ledgers), []
         for rank, ledger in enumerate(ledgers):
             result, ledgers[rank] = _unpack(self._payloads.get(rank), ledger)
             results.append(result)
@@ -232,6 +236,9 @@ class _Run:
             stuck=self._watch.stuck,
             proof_ms=self._watch.proof_ms,
         )
+
+    def _ask_open(self, what: str) -> dict[int, Any]:
+        return {rank: found for rank, (_, found) in self._crew.ask(self._watch.open_ranks, what).items()}
 
     def _advance(self) -> bool:
         """Wait until a rank ends, or look at those that have not. True if that proves that the run is over."""

@@ -337,6 +337,18 @@ def test_a_stalled_rank_is_found_at_the_deadline_with_its_frames(world):
     assert_ready(world, pids)
 
 
+def test_stacks_of_stuck_ranks_go_down_into_c_where_they_are_asked_for(world):
+    def program(rank):
+        if rank == 0:
+            dist.barrier()
+
+    with RayWorld(2, stacks=True) as other:
+        run = other.run(program)
+        assert other.run(lambda rank: rank).results == (0, 1)
+    assert run.stuck == (0,) and "libtorch" in run.liveness[0].stack and "program (" in run.liveness[0].stack
+    assert run.liveness[1].stack == ""
+
+
 def test_a_rank_that_holds_the_gil_forever_is_found_and_replaced(world):
     def program(rank):
         if rank == 1:
