@@ -33,12 +33,14 @@ if TYPE_CHECKING:  # torch and Ray are imported by the commands that need them, 
     from tpbed.harness.explore import Find
     from tpbed.harness.runner import Choice, Run, Session, WorldChoice
     from tpbed.harness.verdict import Status
+    from tpbed.harness.worlds import Placement
     from tpbed.tp.world import RankProgram
 
 _STARTED = time.monotonic()
 USAGE, UNDECIDED, CLOSED_PIPE = 2, 3, 141
 STATUSES: dict[str, Status] = {"passed": "PASS", "failed": "FAIL", "undecided": "UNDECIDED"}
 WORLD_CHOICES = ("auto", *get_args(WorldName))
+PLACEMENTS = ("pack", "spread")
 COLOURS = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "bold yellow"}
 NAME_WIDTH = 16
 MAX_NAMES = 8  # of scenarios that were not run for the same reason
@@ -160,12 +162,19 @@ def run(
     as_json: AsJson = False,
     junit: Annotated[Path | None, typer.Option(help="Write the verdicts as JUnit XML to this file.")] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Save every record, not only of runs that did not pass.")
+        bool,
+        typer.Option(
+            "--keep",
+            help="Save every record, not only of runs that did not pass; stuck ranks with native stacks (py-spy).",
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="The folder where records are saved.")] = Path("runs"),
     ray_address: Annotated[
         str | None, typer.Option(help="The Ray cluster to use; else that of RAY_ADDRESS, else one is started here.")
     ] = None,
+    placement: Annotated[
+        str, typer.Option(metavar="pack|spread", help="On a cluster: ranks on as few nodes as can be, or over as many.")
+    ] = "pack",
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop after the first run that does not pass.")
     ] = False,
@@ -176,6 +185,8 @@ def run(
         raise UsageError(f"unknown world {world!r}: give one of {', '.join(WORLD_CHOICES)}.")
     if schedule and world not in ("auto", "sim"):
         raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
+    if placement not in PLACEMENTS:
+        raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
     scenarios = _of_world_size(select(load_catalogue(), patterns or []), tp)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
@@ -191,6 +202,7 @@ def run(
             seed=seed,
             schedule=schedule,
             ray_address=ray_address,
+            placement=cast("Placement", placement),
             evidence=Evidence(out=out, keep=keep),
             fail_fast=fail_fast,
             on_progress=screen.progress,

@@ -261,8 +261,15 @@ def _shorten(line: str) -> str:
 def _footer(verdict: Verdict, evidence: Path | None) -> Iterator[str]:
     yield from _footer_lines("faults", [_told_fault(fault) for fault in _faults(verdict.record)] or ["none planned"])
     yield from _footer_lines("expected", _told_expected(verdict))
-    yield from _footer_lines("evidence", [str(evidence) if evidence else "not kept: run it again with --keep"])
+    yield from _footer_lines("evidence", _told_evidence(evidence))
     yield f"{'again':<10}{again(verdict.record)}"
+
+
+def _told_evidence(evidence: Path | None) -> list[str]:
+    if evidence is None:
+        return ["not kept: run it again with --keep"]
+    stacks = evidence.with_name("stacks")
+    return [str(evidence), *([f"{stacks}/"] if stacks.is_dir() else [])]
 
 
 def _footer_lines(label: str, entries: Iterable[str]) -> Iterator[str]:

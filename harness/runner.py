@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from tpbed.harness.scenario import Scenario, WorldName
 from tpbed.harness.schedules import following
 from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.harness.verdict import Status, Verdict, judge
-from tpbed.harness.worlds import Progress, open_world
+from tpbed.harness.worlds import Placement, Progress, open_world
 from tpbed.tp.ledger import Ledger
 from tpbed.tp.world import Liveness, World, WorldRun
 
@@ -84,14 +85,25 @@ class Evidence:
     keep: bool = False
 
     def save(self, verdict: Verdict) -> Path | None:
-        """Write record.json and report.txt of a run under `out/<scenario>/<world>-<seed>`."""
+        """Write record.json, report.txt and stacks/rank-N.txt of a run under `out/<scenario>/<world>-<seed>`."""
         if self.out is None or (verdict.status == "PASS" and not self.keep):
             return None
         record = verdict.record
         path = self.out / record.plan.scenario.name / f"{record.world}-{record.plan.seed}" / "record.json"
         save_record(record, path)
+        _save_stacks(record, path.with_name("stacks"))
         path.with_name("report.txt").write_text(render(verdict, evidence=path, full=True) + "\n")
         return path
+
+
+def _save_stacks(record: RunRecord, folder: Path) -> None:
+    """A file for each rank that did not end, of this run only: with native frames, or the Python frames alone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for rank, look in enumerate(record.liveness):
+        text = look.stack or "".join(f"{frame}\n" for frame in look.frames)
+        if text:
+            folder.mkdir(exist_ok=True)
+            (folder / f"rank-{rank}.txt").write_text(text)
 
 
 def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
@@ -166,6 +178,7 @@ def run_scenarios(
     seed: int,
     schedule: str = "",
     ray_address: str | None = None,
+    placement: Placement = "pack",
     evidence: Evidence = Evidence(),
     fail_fast: bool = False,
     on_progress: Progress = lambda message: None,
@@ -176,7 +189,7 @@ def run_scenarios(
 
     world: as choose_world settled it; what it cannot express, or has not the GPUs for, is not run.
     schedule: of simulated ranks, instead of what scenarios and the seed say; as harness.schedules reads it.
-    fail_fast: stop after the first run that is no PASS.
+    ray_address, placement: as of open_world. fail_fast: stop after the first run that is no PASS.
     on_progress, on_run: called with a line of text as something begins, and with each result.
     opener: opens the worlds, by world size; None for those of tpbed.
     An error in opening the first world is raised, since nothing has been run; later ones are UNDECIDED. Worlds are
@@ -184,7 +197,15 @@ def run_scenarios(
     """
 
     def open_here(world_size: int) -> World:
-        return open_world(world, world_size, seed=seed, ray_address=ray_address, progress=on_progress)
+        return open_world(
+            world,
+            world_size,
+            seed=seed,
+            ray_address=ray_address,
+            placement=placement,
+            stacks=evidence.keep,
+            progress=on_progress,
+        )
 
     able, not_run = _split(scenarios, world, _gpus(ray_address))
     slot = _Slot(opener or open_here)

@@ -233,7 +233,8 @@ class _Book:
         layout.update(shape=tuple(layout["shape"]), stride=tuple(layout["stride"]))
 
     def message_changes(self, group: str, seq: int, state: State, error: str, at_ns: int) -> None:
-        self.messages[group, seq].update(state=state, error=error, ended_ns=at_ns)
+        ended = at_ns if state in ("completed", "failed") else None
+        self.messages[group, seq].update(state=state, error=error, ended_ns=ended)
 
     def message_waits(self, group: str, seq: int) -> None:
         self.messages[group, seq]["waited"] = True

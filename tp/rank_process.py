@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from tpbed.tp import monitored_barrier
+from tpbed.tp import batches, monitored_barrier
 from tpbed.tp import rank as rank_module
 from tpbed.tp.blackbox import BlackBox, Pen, StackFile
 from tpbed.tp.completion import CompletionWatch
@@ -34,11 +34,11 @@ from tpbed.tp.ledger import WORLD
 from tpbed.tp.pickling import pickle_result
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
-from tpbed.tp.recording import BACKEND, RecordingGroup
+from tpbed.tp.recording import BACKEND, Issued, RecordingGroup
 from tpbed.tp.store import join_store, meet
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_PTRACER, _ANYBODY = 15, 0x59616D61, -1
 _LAST_BYTES = 256 << 20  # that a rank gets whose memory is to be exhausted
 
 
@@ -77,7 +77,9 @@ class RankProcess:
 
     def _settle(self, station: Station) -> None:
         self._station = station
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
+        libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYBODY), 0, 0, 0)  # of the same user: py-spy is no parent of ranks
         sys.path += [folder for folder in station.import_path if folder not in sys.path]
         with contextlib.suppress(OSError):
             os.chdir(station.folder)
@@ -86,6 +88,8 @@ class RankProcess:
         self._context = self._new_context()
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
         monitored_barrier.put_in_place()
+        if station.backend == "nccl":
+            batches.install()
         self._start_state = _State.now()
 
     def _new_context(self) -> RankContext:
@@ -193,6 +197,7 @@ class RankProcess:
             ranks=members,
             asynchronous=self._watch is not None,
             watch=None if self._watch is None else self._watch_work,
+            watch_message=None if self._watch is None else self._watch_message,
         )
         group.registered_name = options.group_id
         self._groups.append(group)
@@ -201,6 +206,10 @@ class RankProcess:
     def _watch_work(self, work: dist.Work | None, group: str, seq: int) -> None:
         if self._watch is not None:  # that of the run, which may be a later one than the group's first
             self._watch.watch(work, group, seq)
+
+    def _watch_message(self, group: str, seq: int) -> Issued:
+        assert self._watch is not None  # over NCCL there always is one, in a run
+        return self._watch.message(group, seq)
 
     def _transport(self, options: Any) -> Any:
         place = options.store, options.group_rank, options.group_size

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -20,9 +17,10 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from tpbed.tp.blackbox import BlackBox, StackFile, end_event, frame_text, parse_frames
+from tpbed.tp.blackbox import BlackBox, StackFile, end_event, parse_frames
 from tpbed.tp.fork_server import START_S, ForkError, ForkServer
 from tpbed.tp.job import Job, Station
+from tpbed.tp.py_spy import frames_of_stopped, native_stack
 from tpbed.tp.reading import Reading, Threads
 
 LEAVE_S = 3.0  # for an idle rank to drop its groups; else it is replaced
@@ -33,7 +31,7 @@ _DIE_S = 5.0  # for a killed process to be gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Place:
     """Where Ray put an actor."""
 
     node: str
@@ -49,20 +47,20 @@ class RankActor:
     the readings. It also is the driver's lifeline: when it closes, the actor kills its rank and ends.
     """
 
-    def __init__(self, seat: int, driver: tuple[str, int], key: bytes) -> None:
-        """seat: the driver's number for this actor; driver: where it listens; key: proves that we belong to it."""
+    def __init__(self, ticket: int, driver: tuple[str, int], key: bytes) -> None:
+        """ticket: the driver's number for this actor; driver: where it listens; key: proves that we belong to it."""
         self._channel = Client(driver, authkey=key)
         send_at_once(self._channel)
-        self._channel.send(seat)
+        self._channel.send(ticket)
 
-    def place(self) -> Placement:
+    def place(self) -> Place:
         """Where this actor is."""
         import ray
 
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return Placement(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
+        return Place(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
 
     def start(self, station: Station, server: str) -> None:
         """Start to serve the driver: fork the rank, from the node's fork server of that name."""
@@ -160,6 +158,11 @@ class Supervisor:
             frames = frames_of_stopped(child.pid) if child.is_stopped() else self._stacks.ask(child.pidfd)
         self._channel.send(("frames", self._run, _of_program(frames)))
 
+    def _on_stack(self) -> None:
+        child = self._child
+        text = "" if child is None else native_stack(child.pid, stopped=child.is_stopped())
+        self._channel.send(("stack", self._run, text))
+
     def _on_leave(self) -> None:
         """Let an idle rank drop its groups, while nobody waits for it."""
         if self._child is not None and not self._running and self._groups == "held":
@@ -175,6 +178,13 @@ class Supervisor:
             self._kill()
             self._child = self._fork()
         self._channel.send(("recover", self._run, self._child and self._child.pid, replaced))
+
+    def _on_move(self, station: Station) -> None:
+        """A new process, since its station is another one: ranks were moved to or from this node."""
+        self._station = station
+        self._kill()
+        self._child = self._fork()
+        self._channel.send(("move", self._run, self._child.pid))
 
     def _on_close(self) -> None:
         self._end()
@@ -323,17 +333,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have none
         return f"signal {number}"
-
-
-def frames_of_stopped(pid: int) -> tuple[str, ...]:
-    """The Python frames of a suspended process, innermost first, by py-spy; empty where that is missing or fails."""
-    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--json", "--nonblocking", "--pid", str(pid)]
-    try:
-        answer = subprocess.run(command, capture_output=True, timeout=_DIE_S, check=True)
-        frames = next(t for t in json.loads(answer.stdout) if t["thread_name"] == "MainThread")["frames"]
-    except (OSError, subprocess.SubprocessError, ValueError, StopIteration):
-        return ()
-    return tuple(frame_text(frame["filename"], frame["line"], frame["name"]) for frame in frames)
 
 
 def _of_program(frames: tuple[str, ...]) -> tuple[str, ...]:

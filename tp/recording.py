@@ -16,6 +16,7 @@ from tpbed.tp.recorder import Recorder
 
 BACKEND = "tpbed"  # the name under which worlds register their groups with torch.distributed
 Watch = Callable[[dist.Work, str, int], None]
+Issued = Callable[[dist.Work | None], None]  # to be told that a message was issued, with its handle
 
 
 class Entry:
@@ -181,7 +182,8 @@ class RecordingGroup(dist.ProcessGroup):
     Takes the calls that torch.distributed makes, which are one form each of the overloads of its base class.
     label: the group's name in the ledger, the same on all its members.
     ranks: global ranks of the members, in group order.
-    asynchronous: `wait` does not block the host (NCCL); `watch` is then given each handle to find its completion.
+    asynchronous: `wait` does not block the host (NCCL); `watch` is then given each handle to find its completion, and
+        `watch_message` hears of each message before it is issued.
     """
 
     def __init__(
@@ -193,10 +195,12 @@ class RecordingGroup(dist.ProcessGroup):
         ranks: tuple[int, ...],
         asynchronous: bool = False,
         watch: Watch | None = None,
+        watch_message: Callable[[str, int], Issued] | None = None,
     ) -> None:
         super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
         self.inner, self._context, self.label = inner, context, label
-        self._asynchronous, self._watch = asynchronous, watch
+        self._asynchronous, self._watch, self._watch_message = asynchronous, watch, watch_message
+        self.batch: list[Issued] | None = None  # while messages are issued that have one handle for all
         context.recorder.group(label, ranks)
 
     registered_name = ""  # in torch's C++ registry, by which functional collectives find it
@@ -326,16 +330,18 @@ class RecordingGroup(dist.ProcessGroup):
     def _pass_on(self, op: str, tensors: Any, peer: int | None, tag: int) -> dist.Work:
         """A message; hooks, which count collectives, do not see it."""
         recorder = self._context.recorder
-        if self._asynchronous:
-            raise NotImplementedError(f"{op} over NCCL is not recorded yet: use gloo or a simulated world for it.")
-        seq = recorder.message(self.label, op, peer, tag, tensors[0])
+        seq = recorder.message(self.label, op, peer, 0 if self._asynchronous else tag, tensors[0])  # NCCL has no tags
+        issued = None if self._watch_message is None else self._watch_message(self.label, seq)
         method = getattr(self.inner, "recv_anysource" if peer is None else op)
         try:
             work = method(tensors, tag) if peer is None else method(tensors, peer, tag)
         except BaseException as error:
             recorder.message_state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
             raise
-        return RecordedMessage(work, recorder, self.label, seq, anysource=peer is None)
+        if issued is None:
+            return RecordedMessage(work, recorder, self.label, seq, anysource=peer is None)
+        self.batch.append(issued) if self.batch is not None else issued(work)
+        return work  # type: ignore[no-any-return]
 
     def _issue(self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, *extra: Any) -> dist.Work:
         if not self._context.hooks:

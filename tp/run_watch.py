@@ -130,10 +130,14 @@ class RunWatch:
         self.look_s = max(self.look_s, 4 * (time.thread_time() - began_s))
         return bool(stuck) or not self.open_ranks
 
-    def liveness(self, frames: dict[int, tuple[str, ...]]) -> tuple[Liveness, ...]:
-        """How the ranks looked at the last judgement; frames: of those that did not end."""
+    def liveness(
+        self, frames: dict[int, tuple[str, ...]], stacks: dict[int, str] | None = None
+    ) -> tuple[Liveness, ...]:
+        """How the ranks looked at the last judgement; frames, stacks: of those that did not end."""
+        stacks = stacks or {}
         return tuple(
-            replace(self._look(seen, self._judged_at), frames=frames.get(seen.rank, ())) for seen in self._seen
+            replace(look, frames=frames.get(rank, ()), stack=stacks.get(rank, ""))
+            for rank, look in enumerate(self._look(seen, self._judged_at) for seen in self._seen)
         )
 
     def _find(self, now: float) -> tuple[int, ...]:

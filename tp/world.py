@@ -26,6 +26,7 @@ class Liveness:
     state: RankState
     detail: str = ""  # a signal, an exit status, the reason it stalled
     frames: tuple[str, ...] = ()  # Python frames, innermost first, where they could be read
+    stack: str = ""  # all threads with their native frames, as text, of a rank that did not end, where asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -403,6 +403,18 @@ def test_the_rank_that_left_is_to_blame_and_not_those_that_ask_for_ever(world):
     assert_ready(world, pids)
 
 
+def test_stacks_of_stuck_ranks_go_down_into_c_where_they_are_asked_for(world):
+    def program(rank):
+        if rank == 0:
+            dist.barrier()
+
+    with RayWorld(2, stacks=True) as other:
+        run = other.run(program)
+        assert other.run(lambda rank: rank).results == (0, 1)
+    assert run.stuck == (0,) and "libtorch" in run.liveness[0].stack and "program (" in run.liveness[0].stack
+    assert run.liveness[1].stack == ""
+
+
 def test_a_rank_that_holds_the_gil_forever_is_found_and_replaced(world):
     def program(rank):
         if rank == 1:
@@ -427,7 +439,7 @@ def test_a_rank_that_does_not_come_to_form_a_sub_group_is_found(world):
 
 
 def test_a_killed_actor_is_replaced_with_its_rank(world):
-    supervisor = world._crew._seats[2].placement.pid
+    supervisor = world._crew._seats[2].place.pid
 
     def program(rank):
         if rank == 2:
