@@ -59,7 +59,7 @@ class SimulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is, after all others have had a turn."""
+        """Whether it is; if not, others may have a turn before this is said."""
         if not self.done:
             self.run.poll(self.rank, self)
         return self.done
