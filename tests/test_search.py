@@ -187,6 +187,12 @@ SCRIPTS = scripts_of_ranks() | st.lists(st.lists(st.sampled_from(STEPS), max_siz
 @example([["issue", "ask", "skip", "world"], ["issue", "wait", "world"]])
 @example([["issue", "write", "wait", "read"], ["issue", "wait", "read"]])
 @example([["issue", "pair", "read"], ["pair"], ["issue"]])
+@example([[], ["world"]])  # the last step of a run
+@example(
+    [["issue", "world", "ask"], ["issue", "world"], ["issue", "world", "wait"]]
+)  # steps while nobody else can go on
+@example([["issue", "ask", "ask", "ask"], ["issue"]])  # held back
+@example([["issue", "ask", "ask", "ask"], ["raise"]])  # held back until nobody else can go on
 def test_leaving_out_equivalent_schedules_loses_no_outcome(scripts):
     assert loses_nothing(scripts)
 
@@ -427,3 +433,13 @@ def test_an_interrupt_ends_the_search():
 
     with pytest.raises(KeyboardInterrupt):
         explore(program, 2)
+
+
+def test_a_rank_that_is_held_back_is_not_tried_before_what_it_waits_for():
+    def program(rank):
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while rank == 0 and not work.is_completed():
+            pass
+
+    found = explore(program, 4, trust_overlap=True)
+    assert (found.schedules, found.pruned, found.patience) == (8, 0, 2)

@@ -65,7 +65,7 @@ class MessageWork(dist.Work):
         raise RuntimeError(f"Timed out waiting {after}ms for {self.op} operation to complete") from None
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited on it; all others have a turn first."""
+        """Whether somebody has waited on it; if not, others may have a turn first."""
         if not self.waited:
             self.run.poll(self.rank)
         return self.waited

@@ -4,7 +4,8 @@ Steps that are independent (Touch.meets) commute, so of all schedules that diffe
 run: source sets and sleep sets (Abdulla, Aronis, Jonsson, Sagonas: Optimal Dynamic Partial Order Reduction, POPL 2014).
 
 What is covered: every order of turns that SimulatedWorld can give, if ranks talk through torch.distributed alone, and
-no rank asks in vain more than `patience` times (is_completed, sleep(0)) while another that could go on is kept waiting.
+no rank asks in vain more than `patience` times in a row while another that could go on is kept waiting: is_completed of
+collectives that are not complete, or sleep(0) while nothing happens.
 
 What is not: other times than the world's own clock gives, which takes a microsecond for a turn and nothing for
 computing, so that a rank is late only if it sleeps; ranks that share Python objects; clocks read to the microsecond.

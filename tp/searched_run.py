@@ -274,14 +274,16 @@ class _Notes:
         return self.open | found
 
     def is_opaque(self, events: Sequence[Event]) -> bool:
-        """Whether what the rank does in this step is not known: among others while it has to do with messages."""
+        """Whether what the rank does in this step is not known: among others while a message is under way.
+
+        The step that begins one shows by its progress, for which the ledger does not account.
+        """
         mail = bool(self._mail)
         for event in events:
             if event[0] == "message":
                 self._mail.add(_place(event))
             elif event[0] == "message_state":
                 self._mail.discard(_place(event))
-            mail = mail or event[0] in _MAIL
             self.opaque = self.opaque or not _is_harmless(event)
         return self.opaque or mail
 

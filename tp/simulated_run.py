@@ -261,7 +261,7 @@ class SimulatedRun:
         return self.now_ns
 
     def poll(self, owner: SimulatedRank, about: Awaited | None = None) -> None:
-        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes.
+        """A rank asks for something instead of waiting for it: others may go on first; if none can, time passes.
 
         about: the collective that it asks for, if it is one; of use to a search alone.
         """

@@ -74,7 +74,7 @@ class SimulatedWork(dist.Work):
             torch.cuda.current_stream().wait_event(self.moved)
 
     def is_completed(self) -> bool:
-        """Whether it is, after all others have had a turn."""
+        """Whether it is; if not, others may have a turn before this is said."""
         if self.entry is not None:
             self.entry.ask()
         if not self.done:
