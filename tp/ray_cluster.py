@@ -53,7 +53,7 @@ class SharedServer:
 
 
 def find(address: str | None) -> str | None:
-    """The host:port of the cluster that `address` (else RAY_ADDRESS) means, which answers; None: a Ray is started here.
+    """What to join for `address`, else RAY_ADDRESS: a cluster that answers; None where a Ray is to be started here.
 
     address: host:port of a cluster that this machine belongs to, "auto" for the one that runs here, or "local".
     Raises InitError within seconds.
@@ -73,11 +73,16 @@ def find(address: str | None) -> str | None:
     if found is None:
         raise InitError(_no_cluster(address, "no Ray runs here"))
     _reach(address, found)
+    if address == "auto":
+        return (
+            address  # not the place: Ray uses this user's token for the Ray that it finds by itself, and for no other
+        )
+    _ask(address, found)
     return found
 
 
 def connect(address: str | None, world_size: int) -> None:
-    """Use the Ray that is initialised; else join the one at `address`, as `find` gave it; else start one.
+    """Use the Ray that is initialised; else join the one at `address`, as `find` gives it; else start one.
 
     Raises InitError.
     """
@@ -120,12 +125,16 @@ def count_gpus() -> int:
 
 
 def _reach(address: str, place: str) -> None:
-    """See Ray answer at `place`, host:port: asked from a process of its own, as Ray waits for minutes."""
+    """See that somebody listens at `place`, host:port."""
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
         raise InitError(_no_cluster(address, f"{place} does not answer ({error})")) from error
+
+
+def _ask(address: str, place: str) -> None:
+    """See Ray answer there: asked from a process of its own, as Ray waits for minutes."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", place]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True)

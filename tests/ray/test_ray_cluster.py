@@ -44,6 +44,15 @@ def test_what_is_no_address_is_refused_by_name(monkeypatch, address, told):
         ray_cluster.find(None)
 
 
+def test_auto_is_left_to_ray_which_then_uses_the_token_of_this_user(monkeypatch):
+    with socket.create_server(("", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr(ray_cluster, "canonicalize_bootstrap_address", lambda _address: place)
+        assert ray_cluster.find("auto") == "auto"
+    with pytest.raises(InitError, match="does not answer"):
+        ray_cluster.find("auto")  # a cluster that has ended, and is still remembered
+
+
 def test_an_address_that_is_given_goes_before_the_one_in_the_environment(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "foo")
     assert ray_cluster.find("local") is None
