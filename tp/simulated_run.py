@@ -18,7 +18,7 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from tpbed.tp.errors import TestbedError
-from tpbed.tp.isolation import Isolation
+from tpbed.tp.isolation import Isolation, quiet_start
 from tpbed.tp.ledger import End, Event, read_ledger
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
@@ -50,8 +50,11 @@ class _Unwind(BaseException):
 class SimulatedRun:
     """One run: whose turn it is, the world's clock, and in the end the proof that nobody can move."""
 
-    def __init__(self, program: RankProgram, *, world_size: int, schedule: Schedule, device: torch.device) -> None:
-        self.program, self.schedule, self.device = program, schedule, device
+    def __init__(
+        self, program: RankProgram, *, world_size: int, schedule: Schedule, device: torch.device, idle: list[greenlet]
+    ) -> None:
+        """idle: greenlets of the caller's thread that have served other runs; taken from there, and given back."""
+        self.program, self.schedule, self.device, self.idle = program, schedule, device, idle
         self.hub = getcurrent()  # the greenlet of the caller
         self.members = tuple(range(world_size))
         self.ready = list(self.members)
@@ -86,20 +89,30 @@ class SimulatedRun:
 
     def launch(self) -> None:
         """Make each rank ready to start; it has its default group, and the caller's own state is put away."""
-        variables, filters = _variables(len(self.members)), warnings.filters
+        variables, filters, kept = _variables(len(self.members)), warnings.filters, quiet_start()
         for rank in self.ranks:
             variables[b"RANK"] = variables[b"LOCAL_RANK"] = str(rank.index).encode()
-            rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters))
-            rank.greenlet = greenlet(self._live)
+            rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters), kept)
 
     def drive(self) -> None:
         """Give turns until nobody can take one. Ranks pass the turn on among themselves, but all start from here."""
         while (rank := self.starts or self._next()) is not None:
             self.current, self.starts = rank, None
             rank.isolation.enter()
-            rank.greenlet.switch(rank)
+            if rank.greenlet is None:
+                self._start(rank)
+            else:
+                rank.greenlet.switch()
             if self.failure is not None:
                 raise self.failure
+
+    def _start(self, rank: SimulatedRank) -> None:
+        if self.idle:
+            rank.greenlet = self.idle.pop()
+            rank.greenlet.parent, rank.greenlet.gr_context = self.hub, None
+        else:
+            rank.greenlet = greenlet(_serve)
+        rank.greenlet.switch(self, rank)
 
     def conclude(self, world: str) -> Callable[[], WorldRun]:
         """Nobody can move: write down what the ranks did, and which are stuck. Call the answer when all is cleared.
@@ -128,7 +141,7 @@ class SimulatedRun:
         """End the ranks that have not ended, by an exception where they stand. Nothing of it is recorded."""
         self.unwinding = True
         for rank in self.ranks:
-            if rank.greenlet:  # has started, and not finished
+            if rank.greenlet is not None:  # has started, and not finished
                 self.current = rank
                 rank.isolation.enter()
                 rank.greenlet.throw(_Unwind)
@@ -137,7 +150,7 @@ class SimulatedRun:
     def dissolve(self) -> None:
         """Take the run apart, so that nothing of it waits for the garbage collector."""
         self.current, self.over = None, True
-        self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet)
+        self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet is not None)
         _abandoned.extend(self.ranks[index].greenlet for index in self.alive)
         for rank in self.ranks:
             rank.greenlet = rank.isolation = rank.groups = rank.waits_for = None
@@ -145,7 +158,8 @@ class SimulatedRun:
 
     # In the greenlet of a rank.
 
-    def _live(self, rank: SimulatedRank) -> None:
+    def live(self, rank: SimulatedRank) -> None:
+        """The whole life of the rank, in its greenlet."""
         try:
             self._live_to_the_end(rank)
         except _Unwind:
@@ -156,27 +170,29 @@ class SimulatedRun:
         finally:
             if not self.unwinding:
                 rank.isolation.leave()
+            self.idle.append(rank.greenlet)
+            rank.greenlet = None
 
     def _live_to_the_end(self, rank: SimulatedRank) -> None:
         recorder = rank.context.recorder
         try:
             if self.device.type == "cuda" and self.device.index is not None:
                 torch.cuda.set_device(self.device)
-            result = self.program(rank.index)
-            self._end(rank, recorder.returned, result)
+            rank.result = self.program(rank.index)
+            self._end(rank, recorder.returned)
         except (_Unwind, KeyboardInterrupt):
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
             self._end(rank, partial(recorder.raised, error))
             _forget_place(error)
 
-    def _end(self, rank: SimulatedRank, record: Callable[[], None], result: Any = None) -> None:
+    def _end(self, rank: SimulatedRank, record: Callable[[], None]) -> None:
         if not self.unwinding:
             record()
-            rank.state, rank.result = "ended", result
+            rank.state = "ended"
             self.progress += 1
 
-    def here(self, owner: SimulatedRank | None = None, *, waits: bool = True) -> SimulatedRank:
+    def here(self, owner: SimulatedRank | None = None, waits: bool = True) -> SimulatedRank:
         """The rank whose turn it is; it must be the caller, and `owner` if that is given; and able to wait."""
         rank = self.current
         if rank is None or self.over:
@@ -205,17 +221,19 @@ class SimulatedRun:
 
     def wait_for(self, work: Awaited, timeout_s: float) -> None:
         """Until the collective is complete; even if it is, another rank may have the turn first."""
-        rank = self.here(work.rank, waits=not work.done and not work.vetted)
+        rank = work.rank
+        if not work.vetted or rank is not self.current or rank.greenlet is not getcurrent() or self.unwinding:
+            rank = self.here(rank, not work.done and not work.vetted)
         if work.done:
             if self.ready and (work.vetted or not cannot_wait()):
                 insort(self.ready, rank.index)
-                self._give_way(rank)
+                self._hand_over(rank, self._chosen())
             return
         rank.waits_for = work
         if timeout_s:
             self._count_naps(rank)
             self.call_back(rank, timeout_s)
-        self._give_way(rank)
+        self._hand_over(rank, self._chosen())
         if not work.done:
             raise RuntimeError("Operation timed out!")
 
@@ -232,7 +250,7 @@ class SimulatedRun:
         if seconds > 0:
             self._count_naps(rank)
             self.call_back(rank, seconds)
-            self._give_way(rank)
+            self._hand_over(rank, self._chosen())
         else:
             self.poll(rank)
 
@@ -298,21 +316,18 @@ class SimulatedRun:
     def _freeze(self, rank: SimulatedRank, state: RankState, detail: str) -> None:
         rank.state, rank.detail = state, detail
         self.progress += 1
-        self._give_way(rank)
-
-    def _give_way(self, rank: SimulatedRank) -> None:
         self._hand_over(rank, self._chosen())
 
     def _hand_over(self, rank: SimulatedRank, chosen: SimulatedRank | None) -> None:
         if chosen is not rank:
             rank.isolation.leave()
-            if chosen is None or not chosen.greenlet:  # a greenlet starts as deep in the stack as its starter is
+            if chosen is None or chosen.greenlet is None:  # a greenlet starts as deep in the stack as its starter is
                 self.starts = chosen
                 self.hub.switch()
             else:
                 self.current = chosen
                 chosen.isolation.enter()
-                chosen.greenlet.switch(chosen)
+                chosen.greenlet.switch()
         if rank.owed:
             _fulfil(rank)
 
@@ -327,17 +342,15 @@ class SimulatedRun:
         self.now_ns += TURN_NS
         if self.sleepers:
             self._wake_some()
-        if len(self.ready) > 1:
-            return self.ranks[self._choose()]
-        return self.ranks[self.ready.pop()] if self.ready else None
-
-    def _choose(self) -> int:
-        choice = self.schedule.choose(self.ready)
-        place = bisect_left(self.ready, choice)
-        if self.ready[place : place + 1] != [choice]:
-            raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {self.ready}.")
+        ready = self.ready
+        if len(ready) < 2:
+            return self.ranks[ready.pop()] if ready else None
+        choice = self.schedule.choose(ready)
+        place = bisect_left(ready, choice)
+        if place == len(ready) or ready[place] != choice:
+            raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {ready}.")
         self.choices.append(choice)
-        return self.ready.pop(place)
+        return self.ranks[ready.pop(place)]
 
     def call_back(self, rank: SimulatedRank, seconds: float) -> None:
         """Wake the rank when `seconds` are over, if it still waits as it does now."""
@@ -360,6 +373,15 @@ class SimulatedRun:
         if self.ranks[index].waits == waits:  # else something else has woken it
             self.now_ns = max(self.now_ns, when)
             self.wake(self.ranks[index])
+
+
+def _serve(run: SimulatedRun, rank: SimulatedRank) -> None:
+    """The body of a greenlet: one rank after another, of one run after another, since a greenlet is dear to make."""
+    while True:
+        run.live(rank)
+        hub = run.hub
+        del run, rank
+        run, rank = hub.switch()
 
 
 def _foreign(owner: SimulatedRank | None, how: str) -> str:
