@@ -147,7 +147,7 @@ def _numpy_twister(generator: Any) -> _Twister | None:
 class PythonRandom(QuietRegister):
     """The generator of the `random` module.
 
-    Python copies it in 7 us, and its memory is copied in a fraction of one. Whether a rank has used it shows in its head.
+    Python copies it in 7 us; its memory takes a fraction of one. Whether a rank has used it shows in its head.
     """
 
     def __init__(self) -> None:

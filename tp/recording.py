@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,16 +22,16 @@ Watch = Callable[[dist.Work, str, int], None]
 class Entry:
     """The place in the ledger of a collective that was issued: what its handle comes to is written there."""
 
-    __slots__ = ("_done", "_group", "_recorder", "_seq", "_waited")
+    __slots__ = ("_done", "_group", "_recorder", "_seq", "waited")
 
-    def __init__(self, recorder: Recorder, group: str, seq: int, *, waited: bool) -> None:
+    def __init__(self, recorder: Recorder, group: str, seq: int, waited: bool) -> None:
         self._recorder, self._group, self._seq = recorder, group, seq
-        self._waited, self._done = waited, False
+        self.waited, self._done = waited, False
 
     def wait(self) -> None:
         """The rank blocks until it completes."""
-        if not self._waited:
-            self._waited = True
+        if not self.waited:
+            self.waited = True
             self._recorder.wait(self._group, self._seq)
 
     def complete(self) -> None:
@@ -357,10 +358,10 @@ class RecordingGroup(dist.ProcessGroup):
     def _record(
         self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, extra: tuple[Any, ...]
     ) -> dist.Work:
-        given, recorder = _given(extra[-1]), self._context.recorder
-        waited = not given.asynchronous and not self._asynchronous
+        (asynchronous, reduce_op, root), recorder = _given(extra[-1]), self._context.recorder
+        waited = not asynchronous and not self._asynchronous
         state: State = "scheduled" if self._asynchronous else "started"
-        seq = recorder.start(self.label, op, payload, given.reduce_op, given.root, waited, state)
+        seq = recorder.start(self.label, op, payload, reduce_op, root, waited, state)
         arguments = [argument for argument in (outputs, inputs, *extra) if argument is not None]
         try:
             work = method_of(self.inner, method)(*arguments)
@@ -373,29 +374,25 @@ class RecordingGroup(dist.ProcessGroup):
         if self._watch is not None:
             self._watch(work, self.label, seq)
             return work
-        return RecordedWork(work, Entry(self._context.recorder, self.label, seq, waited=waited))
+        return RecordedWork(work, Entry(self._context.recorder, self.label, seq, waited))
 
 
-class _Given(NamedTuple):
-    """What the options of a call say that the ledger holds."""
+def _given(opts: Any) -> tuple[bool, str, int | None]:
+    """What the options of a call say: whether it is asynchronous, the reduce op, the root.
 
-    asynchronous: bool
-    reduce_op: str
-    root: int | None
-
-
-def _given(opts: Any) -> _Given:
-    """Asking options for what their class does not have is dear, so that is asked once."""
-    kind = type(opts)
-    if kind not in _FIELDS:
-        _FIELDS[kind] = tuple(hasattr(kind, name) for name in ("asyncOp", "reduceOp", "rootRank"))
-    asynchronous, reduces, rooted = _FIELDS[kind]
-    return _Given(
+    Asking options for what their class does not have is dear, so that is asked once.
+    """
+    asynchronous, reduces, rooted = _fields(type(opts))
+    return (
         asynchronous and opts.asyncOp,
         _NAMES_OF_REDUCE_OPS[hash(opts.reduceOp)] if reduces else "",
         opts.rootRank if rooted else None,
     )
 
 
-_FIELDS: dict[type, tuple[bool, ...]] = {}
+@cache
+def _fields(kind: type) -> tuple[bool, ...]:
+    return tuple(hasattr(kind, name) for name in ("asyncOp", "reduceOp", "rootRank"))
+
+
 _NAMES_OF_REDUCE_OPS = {hash(getattr(dist.ReduceOp, name)): name for name in dist.ReduceOp.RedOpType.__members__}

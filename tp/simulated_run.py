@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter  # the caller's own: ranks find simulated time in the module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from greenlet import getcurrent, greenlet

@@ -44,7 +44,7 @@ class SimulatedProcessGroup(RecordingGroup):
         raise RuntimeError("Backend gloo does not implement startCoalescing")
 
     def _handle(self, work: Any, seq: int, waited: bool) -> dist.Work:
-        work.entry = Entry(self._context.recorder, self.label, seq, waited=waited)
+        work.entry = Entry(self._context.recorder, self.label, seq, waited)
         if not waited and cannot_wait():  # it was issued inside an operator
             self.seam.pending.add(work.outputs or work.inputs, work)
         return work  # type: ignore[no-any-return]
