@@ -139,7 +139,7 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _layout(payload: Tensor) -> tuple[str, list[int], list[int], int]:
-    return _name(payload.dtype), list(payload.shape), list(payload.stride()), payload.nbytes
+    return _name(payload.dtype), list(payload.shape), list(payload.stride()), payload.numel() * payload.element_size()
 
 
 @cache

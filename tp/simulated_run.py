@@ -95,24 +95,28 @@ class SimulatedRun:
             rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters), kept)
 
     def drive(self) -> None:
-        """Give turns until nobody can take one. Ranks pass the turn on among themselves, but all start from here."""
-        while (rank := self.starts or self._next()) is not None:
-            self.current, self.starts = rank, None
-            rank.isolation.enter()
-            if rank.greenlet is None:
-                self._start(rank)
-            else:
-                rank.greenlet.switch()
+        """Give turns until nobody can take one. Ranks pass the turn on among themselves, and here where they end."""
+        self.starts = self._next()
+        while self.starts is not None:
+            rank, self.starts = self.starts, None
+            self._go_on_with(rank)
             if self.failure is not None:
                 raise self.failure
 
-    def _start(self, rank: SimulatedRank) -> None:
-        if self.idle:
-            rank.greenlet = self.idle.pop()
-            rank.greenlet.parent, rank.greenlet.gr_context = self.hub, None
+    def _go_on_with(self, rank: SimulatedRank) -> None:
+        """Give the rank its turn; it starts if it has not yet."""
+        self.current = rank
+        rank.isolation.enter()
+        if rank.greenlet is None:
+            rank.greenlet = self._idle_greenlet() if self.idle else greenlet(_serve)
+            rank.greenlet.switch(self, rank)
         else:
-            rank.greenlet = greenlet(_serve)
-        rank.greenlet.switch(self, rank)
+            rank.greenlet.switch()
+
+    def _idle_greenlet(self) -> greenlet:
+        one = self.idle.pop()
+        one.parent, one.gr_context = self.hub, None
+        return one
 
     def conclude(self, world: str) -> Callable[[], WorldRun]:
         """Nobody can move: write down what the ranks did, and which are stuck. Call the answer when all is cleared.
@@ -172,6 +176,18 @@ class SimulatedRun:
                 rank.isolation.leave()
             self.idle.append(rank.greenlet)
             rank.greenlet = None
+
+    def starts_next(self) -> SimulatedRank | None:
+        """The rank whose turn it is now that one has ended, if it has yet to start: it is served where that one was."""
+        if self.unwinding or self.failure is not None:
+            return None
+        chosen = self._chosen()
+        if chosen is None or chosen.greenlet is not None:
+            self.starts = chosen
+            return None
+        self.current, chosen.greenlet = chosen, self._idle_greenlet()
+        chosen.isolation.enter()
+        return chosen
 
     def _live_to_the_end(self, rank: SimulatedRank) -> None:
         recorder = rank.context.recorder
@@ -321,13 +337,11 @@ class SimulatedRun:
     def _hand_over(self, rank: SimulatedRank, chosen: SimulatedRank | None) -> None:
         if chosen is not rank:
             rank.isolation.leave()
-            if chosen is None or chosen.greenlet is None:  # a greenlet starts as deep in the stack as its starter is
+            if chosen is None or not (chosen.greenlet or self.idle):  # a new one starts as deep in the stack as here
                 self.starts = chosen
                 self.hub.switch()
             else:
-                self.current = chosen
-                chosen.isolation.enter()
-                chosen.greenlet.switch()
+                self._go_on_with(chosen)
         if rank.owed:
             _fulfil(rank)
 
@@ -379,6 +393,10 @@ def _serve(run: SimulatedRun, rank: SimulatedRank) -> None:
     """The body of a greenlet: one rank after another, of one run after another, since a greenlet is dear to make."""
     while True:
         run.live(rank)
+        following = run.starts_next()
+        if following is not None:
+            rank = following
+            continue
         hub = run.hub
         del run, rank
         run, rank = hub.switch()
