@@ -69,27 +69,27 @@ class _Quiet:
     def __init__(self, registers: Iterable[QuietRegister]) -> None:
         self._registers = tuple(registers)
         self._methods = _methods(self._registers)
-        self._in_place: list[Any] = []  # what lies in the process
-        self._looks: list[Callable[[], Any]] = []
-        self._seen: list[Any] = []  # by them
+        self.in_place: list[Any] = []  # what lies in the process
+        self.looks: list[Callable[[], Any]] = [object]
+        self.seen: list[Any] = []  # by them
 
     def save(self) -> list[Any]:
         """The same list again where nothing has changed."""
-        if list(map(call, self._looks)) != self._seen or not self._in_place:
+        if list(map(call, self.looks)) != self.seen:
             self._put(list(map(call, self._methods.saves)))
-        return self._in_place
+        return self.in_place
 
     def load(self, saved: list[Any]) -> None:
         """Into the process, unless it lies there."""
-        if saved is not self._in_place:
+        if saved is not self.in_place:
             for load, one in zip(self._methods.loads, saved, strict=True):
                 load(one)
             self._put(saved)
 
     def _put(self, state: list[Any]) -> None:
-        self._in_place = state
-        self._looks = [look for register in self._registers for look in register.looks()]
-        self._seen = list(map(call, self._looks))
+        self.in_place = state
+        self.looks = [look for register in self._registers for look in register.looks()]
+        self.seen = list(map(call, self.looks))
 
     def start(self) -> list[Any]:
         """What ranks start with, the same list for all of a run."""
@@ -121,22 +121,23 @@ class Isolation:
         """That of a rank that has yet to start; kept: what `quiet_start` gives all ranks of a run."""
         self._saved = [of(start) for of in _states.starts]
         self._kept = kept
-        self._named = [
-            (namespace, name, value)
-            for register, value in ((register, register.start(start)) for register in _names)
-            for namespace, name in register.places
-        ]
+        self._named: list[tuple[dict[str, Any], str, Any]] = []
+        for register in _names:
+            value = register.start(start)
+            for namespace, name in register.places:
+                self._named.append((namespace, name, value))
 
     def leave(self) -> None:
         """Put it away."""
         self._saved = list(map(call, _states.saves))
-        self._kept = _quiet.save()
+        unchanged = list(map(call, _quiet.looks)) == _quiet.seen
+        self._kept = _quiet.in_place if unchanged else _quiet.save()
 
     def enter(self) -> None:
         """Put it back in place."""
         for load, saved in zip(_states.loads, self._saved):  # noqa: B905 - at every turn
             load(saved)
-        if self._kept is not _quiet._in_place:
+        if self._kept is not _quiet.in_place:
             _quiet.load(self._kept)
         for namespace, name, value in self._named:
             namespace[name] = value

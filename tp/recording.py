@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from operator import is_not
 from typing import Any
 
 import torch.distributed as dist
@@ -358,13 +359,14 @@ class RecordingGroup(dist.ProcessGroup):
     def _record(
         self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, extra: tuple[Any, ...]
     ) -> dist.Work:
-        (asynchronous, reduce_op, root), recorder = _given(extra[-1]), self._context.recorder
-        waited = not asynchronous and not self._asynchronous
+        asynchronous, reduce_op, root = _given(extra[-1])
+        waited = not (asynchronous or self._asynchronous)
         state: State = "scheduled" if self._asynchronous else "started"
+        recorder = self._context.recorder
         seq = recorder.start(self.label, op, payload, reduce_op, root, waited, state)
-        arguments = [argument for argument in (outputs, inputs, *extra) if argument is not None]
+        issue = getattr(self.inner, method, None) or method_of(self.inner, method)
         try:
-            work = method_of(self.inner, method)(*arguments)
+            work = issue(*filter(_IS_GIVEN, (outputs, inputs, *extra)))
         except BaseException as error:
             recorder.state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
             raise
@@ -375,6 +377,9 @@ class RecordingGroup(dist.ProcessGroup):
             self._watch(work, self.label, seq)
             return work
         return RecordedWork(work, Entry(self._context.recorder, self.label, seq, waited))
+
+
+_IS_GIVEN = partial(is_not, None)
 
 
 def _given(opts: Any) -> tuple[bool, str, int | None]:

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -121,8 +122,7 @@ class TorchModes:
         """Leaves grad mode on, inference mode off, no modes and no default device."""
         guard = _GUARD(False)  # serves once
         guard.__enter__()
-        functions, dispatches = _FUNCTION_MODES(), _DISPATCH_MODES()
-        return guard, (_take_modes(functions, dispatches) if functions or dispatches else None)
+        return guard, (_take_modes() if _FUNCTION_MODES() or _DISPATCH_MODES() else None)
 
     def load(self, saved: Any) -> None:
         """Modes first: the guard has the last word on dispatch keys."""
@@ -145,11 +145,11 @@ _DISPATCH_MODES = torch._C._len_torch_dispatch_stack
 _ANY_AUTOCAST = torch._C._is_any_autocast_enabled
 
 
-def _take_modes(functions: int, dispatches: int) -> Any:
+def _take_modes() -> Any:
     device = getattr(_device, "CURRENT_DEVICE", None), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     taken = (
-        [torch._C._pop_torch_function_stack() for _ in range(functions)],
-        [torch._C._pop_torch_dispatch_stack(None) for _ in range(dispatches)],
+        [torch._C._pop_torch_function_stack() for _ in range(_FUNCTION_MODES())],
+        [torch._C._pop_torch_dispatch_stack(None) for _ in range(_DISPATCH_MODES())],
         device,
     )
     _device.CURRENT_DEVICE = torch._GLOBAL_DEVICE_CONTEXT.device_context = None
@@ -181,7 +181,7 @@ class AutocastTypes(QuietRegister):
 
     def load(self, saved: Any) -> None:
         """Both dtypes and the switch."""
-        if saved is not self._loaded:
+        if saved != self._loaded:
             for device, dtype in zip(_DEVICES, saved[:-1], strict=True):
                 torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_cache_enabled(saved[-1])
@@ -227,25 +227,24 @@ class DefaultType(QuietRegister):
 class WarningFilters:
     """What catch_warnings replaces: the filters of the `warnings` module, and the functions that show a warning."""
 
-    def save(self) -> Any:
-        """The list of filters itself, and the functions."""
-        return _WARNINGS.filters, _WARNINGS.showwarning, _WARNINGS._showwarnmsg_impl
+    def __init__(self) -> None:
+        self.save = partial(attrgetter("filters", *_WARNING_FUNCTIONS), warnings)  # the list itself, and the functions
 
     def load(self, saved: Any) -> None:
         """What warnings has found out with other filters is void."""
-        filters, show, record = saved
-        if _WARNINGS.filters is not filters:
-            _WARNINGS.filters = filters
+        module, (filters, show, record) = _WARNINGS, saved
+        if module["filters"] is not filters:
+            module["filters"] = filters
             _FILTERS_CHANGED()
-        if _WARNINGS.showwarning is not show or _WARNINGS._showwarnmsg_impl is not record:
-            _WARNINGS.showwarning, _WARNINGS._showwarnmsg_impl = show, record
+        module["showwarning"], module["_showwarnmsg_impl"] = show, record
 
     def start(self, start: Start) -> Any:
         """A copy of the caller's."""
         return list(start.filters), *self.save()[1:]
 
 
-_WARNINGS: Any = warnings
+_WARNINGS = vars(warnings)
+_WARNING_FUNCTIONS = ("showwarning", "_showwarnmsg_impl")
 _FILTERS_CHANGED: Callable[[], None] = vars(warnings).get("_filters_mutated", lambda: None)
 
 

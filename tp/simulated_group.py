@@ -103,7 +103,9 @@ class SimulatedGroup:
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedPart:
         """dist.all_gather."""
         (given,) = outputs
-        self._require_length(given, "all_gather: invalid output tensor list at index 0 (expected length {}, got {})")
+        if len(given) != self._size:
+            message = "all_gather: invalid output tensor list at index 0 (expected length {}, got {})"
+            self._require_length(given, message)
         require_alike("all_gather", given, inputs[0])
         return self._join(opts, "all_gather", payload_bytes(inputs[0]), move.all_gather, inputs, given)
 
@@ -304,18 +306,15 @@ class SimulatedGroup:
         part.vetted = waits
         for name, value in more.items():
             setattr(part, name, value)
-        self._place_part(part)
-        return part
-
-    def _place_part(self, part: SimulatedPart) -> None:
-        tensors = part.outputs or part.inputs
+        tensors = outputs or inputs
         if tensors and tensors[0].is_cuda:
             part.stream = torch.cuda.current_stream()
         self._seq += 1
-        self._run.progress += 1
+        run.progress += 1
         parts = self._channel.arrive(self._seq, self._place, part)
         if parts is not None:
             _settle(parts)
+        return part
 
     def _require_share(self, output: Tensor, input: Tensor) -> None:
         if not output.dim() or input.shape != (output.shape[0] * self._size, *output.shape[1:]):

@@ -243,13 +243,13 @@ class SimulatedRun:
         if work.done:
             if self.ready and (work.vetted or not cannot_wait()):
                 insort(self.ready, rank.index)
-                self._hand_over(rank, self._chosen())
+                self._give_way(rank)
             return
         rank.waits_for = work
         if timeout_s:
             self._count_naps(rank)
             self.call_back(rank, timeout_s)
-        self._hand_over(rank, self._chosen())
+        self._give_way(rank)
         if not work.done:
             raise RuntimeError("Operation timed out!")
 
@@ -266,7 +266,7 @@ class SimulatedRun:
         if seconds > 0:
             self._count_naps(rank)
             self.call_back(rank, seconds)
-            self._hand_over(rank, self._chosen())
+            self._give_way(rank)
         else:
             self.poll(rank)
 
@@ -301,9 +301,7 @@ class SimulatedRun:
         if rank.polls > IDLE_POLLS:
             self._freeze(rank, "stalled", "asks for ever for what can never be")
         if self.ready:
-            chosen = self._chosen()
-            insort(self.ready, rank.index)
-            self._hand_over(rank, chosen)
+            self._give_way(rank, comes_back=True)
 
     def _let_time_pass(self, rank: SimulatedRank) -> None:
         """To the next who wakes up; by less where the rank may have a time of its own in mind."""
@@ -332,12 +330,16 @@ class SimulatedRun:
     def _freeze(self, rank: SimulatedRank, state: RankState, detail: str) -> None:
         rank.state, rank.detail = state, detail
         self.progress += 1
-        self._hand_over(rank, self._chosen())
+        self._give_way(rank)
 
-    def _hand_over(self, rank: SimulatedRank, chosen: SimulatedRank | None) -> None:
+    def _give_way(self, rank: SimulatedRank, *, comes_back: bool = False) -> None:
+        """Others have turns until this rank has one again. comes_back: it can have one as soon as another has."""
+        chosen = self._chosen()
+        if comes_back:
+            insort(self.ready, rank.index)
         if chosen is not rank:
             rank.isolation.leave()
-            if chosen is None or not (chosen.greenlet or self.idle):  # a new one starts as deep in the stack as here
+            if chosen is None or not (chosen.greenlet or self.idle):  # new ones are all made at one depth
                 self.starts = chosen
                 self.hub.switch()
             else:

@@ -83,14 +83,15 @@ class TorchSeam:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let torch.distributed speak for ranks meanwhile."""
-        replaced = [(module, name, getattr(module, name), new) for module, name, new in self._replacements()]
+        replacements = self._replacements()
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
         try:
-            for module, name, _, new in replaced:
-                setattr(module, name, new)
+            for owner, name, new in replacements:
+                setattr(owner, name, new)
             yield
         finally:
-            for module, name, old, _ in replaced:
-                setattr(module, name, old)
+            for owner, name, old in replaced:
+                setattr(owner, name, old)
 
     def dissolve(self) -> None:
         """Forget the groups, so that nothing of them waits for the garbage collector."""
