@@ -44,7 +44,7 @@ class Recorder:
         """A process group was formed; ranks are global, in group order."""
         self.seqs.setdefault(name, 0)
         self.message_seqs.setdefault(name, 0)
-        self._sink(("group", name, list(ranks)))
+        self._sink(("group", name, tuple(ranks)))  # as it is where it is one: a thousand ranks share it
 
     def start(
         self,

@@ -175,7 +175,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     Takes the calls that torch.distributed makes, which are one form each of the overloads of its base class.
     label: the group's name in the ledger, the same on all its members.
-    ranks: global ranks of the members, in group order.
+    ranks: global ranks of the members, in group order. place: the rank's own among them, looked up where not given.
     asynchronous: `wait` does not block the host (NCCL); `watch` is then given each handle to find its completion.
     """
 
@@ -186,10 +186,12 @@ class RecordingGroup(dist.ProcessGroup):
         *,
         label: str,
         ranks: tuple[int, ...],
+        place: int | None = None,
         asynchronous: bool = False,
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
+        own = ranks.index(context.rank) if place is None else place
+        super().__init__(own, len(ranks))  # type: ignore[call-arg]
         self.inner, self._context, self.label = inner, context, label
         self._asynchronous, self._watch = asynchronous, watch
         context.recorder.group(label, ranks)

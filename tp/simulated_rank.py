@@ -50,8 +50,13 @@ class SimulatedRank:
 
 def observe(rank: SimulatedRank) -> Liveness:
     """What can be seen of a rank when nobody can move."""
-    frames = () if rank.state in ("ended", "dead") else _frames(rank.greenlet and rank.greenlet.gr_frame)
+    if rank.state == "ended":
+        return _ENDED
+    frames = () if rank.state == "dead" else _frames(rank.greenlet and rank.greenlet.gr_frame)
     return Liveness(state=rank.state, detail=rank.detail, frames=frames)
+
+
+_ENDED = Liveness(state="ended")
 
 
 def _frames(frame: FrameType | None) -> tuple[str, ...]:

@@ -125,12 +125,12 @@ class SimulatedRun:
         """
         silent = perf_counter()
         size = len(self.members)
-        ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
-        liveness = tuple(observe(rank) for rank in self.ranks)
-        stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
+        ledgers = tuple([read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks])
+        liveness = tuple(map(observe, self.ranks))
+        stuck = tuple([rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS])
         proved = perf_counter()
-        hung = any(seen.state not in ("ended", "dead") for seen in liveness)
-        results = tuple(rank.result for rank in self.ranks)
+        hung = not {seen.state for seen in liveness} <= {"ended", "dead"}
+        results = tuple([rank.result for rank in self.ranks])
         return lambda: WorldRun(
             world=world,
             results=results,
@@ -181,7 +181,10 @@ class SimulatedRun:
         """The rank whose turn it is now that one has ended, if it has yet to start: it is served where that one was."""
         if self.unwinding or self.failure is not None:
             return None
-        chosen = self._chosen()
+        try:
+            chosen = self._next()
+        except Exception as error:  # noqa: BLE001 - as in _give_way
+            self.failure, chosen = error, None
         if chosen is None or chosen.greenlet is not None:
             self.starts = chosen
             return None
@@ -334,7 +337,10 @@ class SimulatedRun:
 
     def _give_way(self, rank: SimulatedRank, *, comes_back: bool = False) -> None:
         """Others have turns until this rank has one again. comes_back: it can have one as soon as another has."""
-        chosen = self._chosen()
+        try:
+            chosen = self._next()
+        except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
+            self.failure, chosen = error, None
         if comes_back:
             insort(self.ready, rank.index)
         if chosen is not rank:
@@ -346,13 +352,6 @@ class SimulatedRun:
                 self._go_on_with(chosen)
         if rank.owed:
             _fulfil(rank)
-
-    def _chosen(self) -> SimulatedRank | None:
-        try:
-            return self._next()
-        except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
-            self.failure = error
-            return None
 
     def _next(self) -> SimulatedRank | None:
         self.now_ns += TURN_NS

@@ -74,11 +74,11 @@ class TorchSeam:
     def enlist(self) -> None:
         """Give each rank its default group."""
         members = self.run.members
-        places = {rank: rank for rank in members}
+        places, channel = {rank: rank for rank in members}, Channel(len(members))
         for rank in self.run.ranks:
-            group = self._form(rank, "0", members, WORLD)
-            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
+            group = self._end(rank, channel, rank.index, WORLD, members)
             rank.groups.default_pg, rank.groups.group_count = group, 1
+            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -139,8 +139,13 @@ class TorchSeam:
         channel = self._channels.get((name, members, count))
         if channel is None:
             channel = self._channels[name, members, count] = Channel(len(members))
-        inner = SimulatedGroup(self.run, rank, channel, members.index(rank.index))
-        group = SimulatedProcessGroup(inner, rank.context, label=label, ranks=members)
+        return self._end(rank, channel, members.index(rank.index), label, members)
+
+    def _end(
+        self, rank: SimulatedRank, channel: Channel, place: int, label: str, members: tuple[int, ...]
+    ) -> SimulatedProcessGroup:
+        inner = SimulatedGroup(self.run, rank, channel, place)
+        group = SimulatedProcessGroup(inner, rank.context, label=label, ranks=members, place=place)
         group.seam = self
         return group
 
