@@ -69,7 +69,7 @@ class SimulatedWorld:
         self.device = torch.device(device)
         self.choices: tuple[int, ...] = ()  # of the last run: Replayed(choices) repeats it
         self._closed = False
-        self._hub: Any = None  # the greenlet that ran the last program
+        self._base: Any = None  # where the last program was run: in which greenlet, and how many frames deep
         self._idle: list[greenlet] = []  # that served it
 
     def run(self, program: RankProgram, *, stall_after_s: float = 10.0) -> WorldRun:
@@ -112,10 +112,10 @@ class SimulatedWorld:
         self.close()
 
     def _greenlets(self) -> list[greenlet]:
-        """Those that can serve again: of this thread, and as little watched by a tracer or profiler as it is."""
-        hub = getcurrent()
-        if hub is not self._hub or sys.gettrace() is not None or sys.getprofile() is not None:
-            self._hub, self._idle = hub, []
+        """Those that can serve again: of this thread, as deep in the stack, and without a tracer or profiler to miss."""
+        base = getcurrent(), _depth()
+        if base != self._base or sys.gettrace() is not None or sys.getprofile() is not None:
+            self._base, self._idle = base, []
         return self._idle
 
     def _require_free(self) -> None:
@@ -125,6 +125,14 @@ class SimulatedWorld:
             raise NestedWorldError(
                 "a simulated world is running in this process: call run outside rank programs, and from one thread."
             )
+
+
+def _depth() -> int:
+    """Frames in the stack."""
+    frame, count = sys._getframe(1).f_back, 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 @contextmanager

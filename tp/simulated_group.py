@@ -184,9 +184,7 @@ class SimulatedGroup:
         self._require_share(output, input)
         opts = opts or c10d.ReduceScatterOptions()
         shares, fold = [payload_bytes(output)] * self._size, move.fold_of(opts, output)
-        return self._join(
-            opts, "reduce_scatter", shares, move.reduce_scatter, [input], [output], fold=fold, whole=True
-        )
+        return self._join(opts, "reduce_scatter", shares, move.reduce_scatter, [input], [output], fold=fold, whole=True)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedPart:
         """dist.all_to_all."""

@@ -108,14 +108,14 @@ class SimulatedRun:
         self.current = rank
         rank.isolation.enter()
         if rank.greenlet is None:
-            rank.greenlet = self._idle_greenlet() if self.idle else greenlet(_serve)
+            rank.greenlet = self._idle_greenlet() if self.idle else _new_greenlet()
             rank.greenlet.switch(self, rank)
         else:
             rank.greenlet.switch()
 
     def _idle_greenlet(self) -> greenlet:
         one = self.idle.pop()
-        one.parent, one.gr_context = self.hub, None
+        one.gr_context = None  # whoever it served last may have set variables there
         return one
 
     def conclude(self, world: str) -> Callable[[], WorldRun]:
@@ -390,17 +390,22 @@ class SimulatedRun:
             self.wake(self.ranks[index])
 
 
-def _serve(run: SimulatedRun, rank: SimulatedRank) -> None:
+def _serve() -> None:
     """The body of a greenlet: one rank after another, of one run after another, since a greenlet is dear to make."""
+    hub = getcurrent().parent
     while True:
-        run.live(rank)
-        following = run.starts_next()
-        if following is not None:
-            rank = following
-            continue
-        hub = run.hub
-        del run, rank
         run, rank = hub.switch()
+        while rank is not None:
+            run.live(rank)
+            rank = run.starts_next()
+        del run, rank  # an idle greenlet holds on to nothing
+
+
+def _new_greenlet() -> greenlet:
+    """It has begun, without arguments: those it would hold until it ends."""
+    one = greenlet(_serve)
+    one.switch()
+    return one
 
 
 def _foreign(owner: SimulatedRank | None, how: str) -> str:
