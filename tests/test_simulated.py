@@ -661,10 +661,10 @@ def test_ranks_can_recurse_as_deep_whatever_the_world_ran_before():
 
 def test_a_profiler_sees_what_ranks_call_in_a_world_that_has_run_before():
     world, called = SimulatedWorld(2), []
-    world.run(lambda rank: rank)
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name))
+    world.run(total)
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
     try:
         world.run(total)
     finally:
         sys.setprofile(None)
-    assert "total" in called
+    assert called.count(("call", "total")) == 2

@@ -389,7 +389,8 @@ def _given(opts: Any) -> tuple[bool, str, int | None]:
 
     Asking options for what their class does not have is dear, so that is asked once.
     """
-    asynchronous, reduces, rooted = _fields(type(opts))
+    kind: Any = type(opts)
+    asynchronous, reduces, rooted = _fields(kind)
     return (
         asynchronous and opts.asyncOp,
         _NAMES_OF_REDUCE_OPS[hash(opts.reduceOp)] if reduces else "",

@@ -200,7 +200,11 @@ _DEVICES = ("cpu", "cuda")
 _AUTOCAST_TYPE = torch.get_autocast_dtype
 _KEEPS_CASTS = torch.is_autocast_cache_enabled
 _AUTOCAST_START = (torch.bfloat16, torch.float16, True)
-_AUTOCAST_LOOKS = (_ANY_AUTOCAST, *(partial(_AUTOCAST_TYPE, device) for device in _DEVICES), _KEEPS_CASTS)
+_AUTOCAST_LOOKS: Sequence[Callable[[], Any]] = (
+    _ANY_AUTOCAST,
+    *(partial(_AUTOCAST_TYPE, device) for device in _DEVICES),
+    _KEEPS_CASTS,
+)
 
 
 class DefaultType(QuietRegister):

@@ -112,9 +112,9 @@ class SimulatedWorld:
         self.close()
 
     def _greenlets(self) -> list[greenlet]:
-        """Those that can serve again: of this thread, as deep in the stack, and without a tracer or profiler to miss."""
+        """Those that can serve again: of this thread, and made as deep in the stack."""
         base = getcurrent(), _depth()
-        if base != self._base or sys.gettrace() is not None or sys.getprofile() is not None:
+        if base != self._base:
             self._base, self._idle = base, []
         return self._idle
 
