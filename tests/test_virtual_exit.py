@@ -131,7 +131,7 @@ def test_an_interrupt_from_outside_ends_the_run():
 class Broken(RoundRobin):
     """A schedule that fails."""
 
-    def choose(self, runnable):
+    def choose(self, runnable, asks=-1):
         raise ZeroDivisionError
 
 

@@ -22,6 +22,8 @@ Sink = Callable[[Event], None]
 Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
 
 _FIELDS_OF_END = attrgetter(*END_FIELDS)
+_RETURNED = _FIELDS_OF_END(End(how="returned"))[:-1]  # all but the time
+_NOTHING: tuple[str, list[int], list[int], int] = ("", [], [], 0)  # the layout of no tensor
 _HERE = str(Path(__file__).parent)
 _BETWEEN = tuple(str(module.__file__) for module in (contextlib, typing_extensions))  # wrap functions of torch
 _SKIP = (_HERE, str(Path(torch.__file__).parent), "<frozen", *_BETWEEN)
@@ -46,7 +48,7 @@ class Recorder:
         """A process group was formed; ranks are global, in group order."""
         self.seqs.setdefault(name, 0)
         self.message_seqs.setdefault(name, 0)
-        self._sink(("group", name, list(ranks)))
+        self._sink(("group", name, tuple(ranks)))  # as it is where it is one: a thousand ranks share it
 
     def start(
         self,
@@ -61,7 +63,10 @@ class Recorder:
         """A collective is about to be issued. Returns its seq."""
         seq = self.seqs[group] = self.seqs[group] + 1
         site = call_site(sys._getframe(1))
-        self._sink(("start", group, seq, op, *_layout(payload), reduce_op, root, site, waited, state, self._clock()))
+        dtype, shape, stride, size = _NOTHING if payload is None else _layout(payload)
+        self._sink(
+            ("start", group, seq, op, dtype, shape, stride, size, reduce_op, root, site, waited, state, self._clock())
+        )
         return seq
 
     def state(self, group: str, seq: int, state: State, error: str = "") -> None:
@@ -117,7 +122,7 @@ class Recorder:
 
     def returned(self) -> None:
         """The rank program returned."""
-        self.end(End(how="returned", at_ns=self._clock()))
+        self._sink(("end", *_RETURNED, self._clock()))
 
     def raised(self, error: BaseException) -> None:
         """The rank program raised; the site is the innermost frame outside torch and tpbed.tp."""
@@ -141,9 +146,7 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _layout(payload: Tensor | None) -> tuple[str, list[int], list[int], int]:
-    if payload is None:
-        return "", [], [], 0
+def _layout(payload: Tensor) -> tuple[str, list[int], list[int], int]:
     return _name(payload.dtype), list(payload.shape), list(payload.stride()), payload.numel() * payload.element_size()
 
 
@@ -154,7 +157,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def call_site(frame: FrameType | None) -> str:
     """`file:line function` of the nearest frame outside torch and tpbed.tp; the file with its folder."""
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
+    while frame is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
@@ -175,6 +178,11 @@ def _is_hidden(frame: FrameType) -> bool:
 @cache
 def _site(filename: str, line: int, function: str) -> str:
     return f"{_with_folder(filename)}:{line} {function}"
+
+
+@cache
+def _is_skipped(filename: str) -> bool:
+    return filename.startswith(_SKIP)
 
 
 @cache

@@ -45,7 +45,7 @@ class SimulatedProcessGroup(RecordingGroup):
         raise RuntimeError("Backend gloo does not implement startCoalescing")
 
     def _handle(self, work: Any, seq: int, waited: bool) -> dist.Work:
-        work.entry = Entry(self._context.recorder, self.label, seq, waited=waited)
+        work.entry = Entry(self._context.recorder, self.label, seq, waited)
         if not waited and cannot_wait():  # it was issued inside an operator
             self.seam.pending.add(work.outputs or work.inputs, work)
         return work  # type: ignore[no-any-return]
@@ -76,23 +76,24 @@ class TorchSeam:
     def enlist(self) -> None:
         """Give each rank its default group."""
         members = self.run.members
-        places = {rank: rank for rank in members}
+        places, channel = {rank: rank for rank in members}, Channel(len(members))
         for rank in self.run.ranks:
-            group = self._form(rank, "0", members, WORLD)
-            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
+            group = self._end(rank, channel, rank.index, WORLD, members)
             rank.groups.default_pg, rank.groups.group_count = group, 1
+            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let torch.distributed speak for ranks meanwhile."""
-        replaced = [(module, name, getattr(module, name), new) for module, name, new in self._replacements()]
+        replacements = self._replacements()
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _new in replacements]
         try:
-            for module, name, _, new in replaced:
-                setattr(module, name, new)
+            for owner, name, new in replacements:
+                setattr(owner, name, new)
             yield
         finally:
-            for module, name, old, _ in replaced:
-                setattr(module, name, old)
+            for owner, name, old in replaced:
+                setattr(owner, name, old)
 
     def dissolve(self) -> None:
         """Forget the groups, so that nothing of them waits for the garbage collector."""
@@ -145,8 +146,13 @@ class TorchSeam:
         channel = self._channels.get((name, members, count))
         if channel is None:
             channel = self._channels[name, members, count] = Channel(len(members))
-        inner = SimulatedGroup(self.run, rank, channel, members.index(rank.index))
-        group = SimulatedProcessGroup(inner, rank.context, label=label, ranks=members)
+        return self._end(rank, channel, members.index(rank.index), label, members)
+
+    def _end(
+        self, rank: SimulatedRank, channel: Channel, place: int, label: str, members: tuple[int, ...]
+    ) -> SimulatedProcessGroup:
+        inner = SimulatedGroup(self.run, rank, channel, place)
+        group = SimulatedProcessGroup(inner, rank.context, label=label, ranks=members, place=place)
         group.seam = self
         return group
 
