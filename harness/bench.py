@@ -36,17 +36,22 @@ class Ratio:
     greatest: float
 
 
-def bench_speed(*, world_size: int = 4, pairs: int = 200) -> Ratio:
+EXAMPLES = ((4, 1_000), (4, 4_000), (8, 4_000), (56, 8_000))
+"""Rows and tokens at TP=4, from the smallest that a fuzzer draws to a step's: the world costs the same for each."""
+
+
+def bench_speed(*, world_size: int = 4, rows: int = 4, tokens: int = 1_000, pairs: int = 200) -> Ratio:
     """Bare tensor maths over a simulated run of the same selector step: 1.0 would be a world that costs nothing.
 
+    rows, tokens: of the whole vocabulary; 64 hidden units, k=16.
     The bare side calls the selector's own stages, its check of the request too, for every rank in a loop, and gathers
     with torch.cat. Torch has one thread, the two are timed in turn, and what counts is this thread's time on the CPU.
     """
-    plan, heads = _case(world_size)
+    plan, heads = _case(world_size, rows, tokens)
     hidden = hidden_states(plan, 0)
     world = SimulatedWorld(world_size)
     return _in_turn(
-        f"bare maths / simulated, TP={world_size}",
+        f"bare maths / simulated, TP={world_size}, {rows} rows of {tokens:,} tokens",
         partial(_bare_step, hidden, heads, plan.scenario.k),
         lambda: world.run(lambda rank: _step(hidden, heads[rank], plan.scenario.k)),
         pairs,
@@ -72,9 +77,15 @@ def bench_hang(*, world_size: int = 4, pairs: int = 200) -> Ratio:
     )
 
 
-def _case(world_size: int) -> tuple[Plan, list[Any]]:
+def _case(world_size: int, rows: int = 4, tokens: int = 1_000) -> tuple[Plan, list[Any]]:
     scenario = Scenario(
-        name="bench", claim="A step.", kind=0, world_size=world_size, org_vocab_size=1000 * world_size // 4
+        name="bench",
+        claim="A step.",
+        kind=0,
+        world_size=world_size,
+        org_vocab_size=tokens,
+        rows=rows,
+        logits="gaussian",
     )
     plan = make_plan(scenario, seed=0)
     return plan, [build_head(plan, rank) for rank in range(world_size)]
