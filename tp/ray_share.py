@@ -30,6 +30,7 @@ class Held:
 
     line: socket.socket | None = None
     address: str | None = None
+    keeper: subprocess.Popen[bytes] | None = None  # if this process has started it; it ends later than that
 
 
 def shared_address(world_size: int) -> str | None:
@@ -87,7 +88,7 @@ def _start_keeper(name: str, world_size: int) -> socket.socket | None:
             return None
         listener.listen(128)
         line = _connect(name)
-        subprocess.Popen(
+        Held.keeper = subprocess.Popen(
             [sys.executable, "-P", "-m", "tpbed.tp.ray_share", str(listener.fileno()), str(world_size)],
             pass_fds=(listener.fileno(),),
             stdin=subprocess.DEVNULL,

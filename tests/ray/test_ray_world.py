@@ -605,7 +605,8 @@ def test_thirty_hangs_leak_nothing(world):
     pids = world.pids
     for _ in range(30):
         assert world.run(program).stuck == (0, 2, 3)
-    assert world.run(resources).results == before and own_resources() == own
+    assert world.run(resources).results == before
+    assert all(now <= then for now, then in zip(own_resources(), own, strict=True))  # Ray ends threads of its own
     assert world.pids == pids
 
 
