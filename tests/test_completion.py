@@ -91,7 +91,9 @@ class Rank:
         self.device, self.events, self.waits = Device(), [], threading.Event()
         self.nccl = FakeNccl(self.device)
         recorder = Recorder(self.take, lambda: 7)
-        context = RankContext(rank=0, world_size=2, recorder=recorder, sleep=lambda _s: None, die=lambda *_: None)
+        context = RankContext(
+            rank=0, world_size=2, recorder=recorder, sleep=lambda _s: None, pause=lambda _s: None, die=lambda *_: None
+        )
         self.watch = CompletionWatch(recorder)
         self.group = RecordingGroup(
             self.nccl,

@@ -46,9 +46,24 @@ def test_a_rank_that_calls_exit_has_exited_and_its_peers_hang(status, code):
     assert end.site.startswith("tests/test_virtual_exit.py:")
 
 
+@pytest.fixture
+def default_of():
+    """Lets a signal do what it does by default, whatever handler this process has got, such as Ray's of SIGTERM."""
+    held = {}
+
+    def reset(number):
+        if number != signal.SIGKILL:
+            held[number] = signal.signal(number, signal.SIG_DFL)
+
+    yield reset
+    for number, handler in held.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 @pytest.mark.parametrize("send", SENDS)
-def test_a_signal_that_a_rank_sends_itself_kills_it_alone(send, number):
+def test_a_signal_that_a_rank_sends_itself_kills_it_alone(send, number, default_of):
+    default_of(number)
     end, seen, finding = end_of(lambda: send(number))
     assert (end.how, end.signal, end.message) == ("killed", number, f"killed by {number.name}")
     assert (seen.state, finding.kind, finding.ranks) == ("dead", "hang", (1,))
