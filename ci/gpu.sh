@@ -15,7 +15,7 @@ part() { # TITLE COMMAND...
   ((status)) || status=$code
 }
 
-tpbed() { "$python" -m tpbed.harness.cli "$@"; }
+tpbed() { "$python" -c 'from tpbed.harness.cli import main; main()' "$@"; }
 
 part 'doctor' tpbed doctor
 part 'tests' "$python" -m pytest -q -n 8 --dist loadgroup tests

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from tpbed.harness.plan import Plan, make_plan
 from tpbed.harness.scenario import Scenario
 from tpbed.selector.merge import merge_gathered, pad_candidates
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.select import compute_candidates
+from tpbed.selector.select import check_request, compute_candidates
 from tpbed.selector.topk import canonical_topk
 from tpbed.tp.simulated import SimulatedWorld
 
@@ -35,16 +36,22 @@ class Ratio:
     greatest: float
 
 
-def bench_speed(*, world_size: int = 4, pairs: int = 200) -> Ratio:
+EXAMPLES = ((4, 1_000), (4, 4_000), (8, 4_000), (56, 8_000))
+"""Rows and tokens at TP=4, from the smallest that a fuzzer draws to a step's: the world costs the same for each."""
+
+
+def bench_speed(*, world_size: int = 4, rows: int = 4, tokens: int = 1_000, pairs: int = 200) -> Ratio:
     """Bare tensor maths over a simulated run of the same selector step: 1.0 would be a world that costs nothing.
 
-    The bare side calls the selector's own stages for every rank in a loop and gathers with torch.cat.
+    rows, tokens: of the whole vocabulary; 64 hidden units, k=16.
+    The bare side calls the selector's own stages, its check of the request too, for every rank in a loop, and gathers
+    with torch.cat. Torch has one thread, the two are timed in turn, and what counts is this thread's time on the CPU.
     """
-    plan, heads = _case(world_size)
+    plan, heads = _case(world_size, rows, tokens)
     hidden = hidden_states(plan, 0)
     world = SimulatedWorld(world_size)
     return _in_turn(
-        f"bare maths / simulated, TP={world_size}",
+        f"bare maths / simulated, TP={world_size}, {rows} rows of {tokens:,} tokens",
         partial(_bare_step, hidden, heads, plan.scenario.k),
         lambda: world.run(lambda rank: _step(hidden, heads[rank], plan.scenario.k)),
         pairs,
@@ -70,9 +77,15 @@ def bench_hang(*, world_size: int = 4, pairs: int = 200) -> Ratio:
     )
 
 
-def _case(world_size: int) -> tuple[Plan, list[Any]]:
+def _case(world_size: int, rows: int = 4, tokens: int = 1_000) -> tuple[Plan, list[Any]]:
     scenario = Scenario(
-        name="bench", claim="A step.", kind=0, world_size=world_size, org_vocab_size=1000 * world_size // 4
+        name="bench",
+        claim="A step.",
+        kind=0,
+        world_size=world_size,
+        org_vocab_size=tokens,
+        rows=rows,
+        logits="gaussian",
     )
     plan = make_plan(scenario, seed=0)
     return plan, [build_head(plan, rank) for rank in range(world_size)]
@@ -83,21 +96,31 @@ def _step(hidden: Tensor, head: Any, k: int) -> None:
 
 
 def _bare_step(hidden: Tensor, heads: Sequence[Any], k: int) -> None:
-    local = [_bare_local(hidden, head, k) for head in heads]
+    group = _Members(len(heads))
+    local = [_bare_local(hidden, head, k, group) for head in heads]
     for _ in heads:  # every rank merges for itself
         merge_gathered(torch.cat([v for v, _ in local], -1), torch.cat([i for _, i in local], -1), k)
 
 
-def _bare_local(hidden: Tensor, head: Any, k: int) -> tuple[Tensor, Tensor]:
+class _Members:
+    """A group of which the selector asks no more than its size."""
+
+    def __init__(self, count: int) -> None:
+        self.size = lambda: count
+
+
+def _bare_local(hidden: Tensor, head: Any, k: int, group: Any) -> tuple[Tensor, Tensor]:
+    check_request(hidden, head, k=k, group=group)
     logits = project_candidate_logits(hidden, head)
     values, columns = canonical_topk(logits, min(k, logits.shape[1]))
     return pad_candidates(values.float(), columns + head.shard.org_start, k)
 
 
 def _in_turn(name: str, numerator: Callable[[], Any], denominator: Callable[[], Any], pairs: int) -> Ratio:
-    for _ in range(10):
-        numerator(), denominator()
-    times = [(_timed_ms(numerator), _timed_ms(denominator)) for _ in range(pairs)]
+    with _one_thread():
+        for _ in range(10):
+            numerator(), denominator()
+        times = [(_timed_ms(numerator), _timed_ms(denominator)) for _ in range(pairs)]
     ratios = sorted(above / below for above, below in times)
     return Ratio(
         name=name,
@@ -109,7 +132,18 @@ def _in_turn(name: str, numerator: Callable[[], Any], denominator: Callable[[], 
     )
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _timed_ms(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    """Of this thread, on the CPU: what else a machine does counts little."""
+    began = time.thread_time()
     call()
-    return (time.perf_counter() - began) * 1e3
+    return (time.thread_time() - began) * 1e3

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,9 +47,10 @@ def everything(context: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def speed(context: typer.Context, as_json: AsJson = False) -> None:
     """A selector step: bare tensor maths over the same step on simulated ranks; 1.0 would cost nothing."""
-    from tpbed.harness.bench import bench_speed
+    from tpbed.harness.bench import EXAMPLES, bench_speed
 
-    _print_ratio("speed", bench_speed, as_json or context.obj)
+    for rows, tokens in EXAMPLES:
+        _print_ratio("speed", partial(bench_speed, rows=rows, tokens=tokens), as_json or context.obj)
 
 
 @app.command()
@@ -131,7 +133,7 @@ def _print_ratio(name: str, measure: Callable[[], Ratio], as_json: bool) -> None
         _print_json([{"type": "ratio", **asdict(ratio)}])
         return
     told = f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.greatest:.2f})"
-    print(f"{ratio.name:<32} {told:<22} {ratio.numerator_ms:.2f} ms / {ratio.denominator_ms:.2f} ms, medians")
+    print(f"{ratio.name:<58} {told:<22} {ratio.numerator_ms:.2f} ms / {ratio.denominator_ms:.2f} ms, medians")
 
 
 def _use_one_thread() -> None:

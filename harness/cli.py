@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import json
+import os
 import shutil
 import sys
 import time
@@ -14,7 +17,7 @@ from importlib import metadata
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 
 import typer
 
@@ -27,13 +30,17 @@ if TYPE_CHECKING:  # torch and Ray are imported by the commands that need them, 
     from rich.console import Console
     from rich.status import Status as LiveLine
 
+    from tpbed.harness.explore import Find
     from tpbed.harness.runner import Choice, Run, Session, WorldChoice
     from tpbed.harness.verdict import Status
+    from tpbed.harness.worlds import Placement
+    from tpbed.tp.world import RankProgram
 
 _STARTED = time.monotonic()
-USAGE, UNDECIDED = 2, 3
+USAGE, UNDECIDED, CLOSED_PIPE = 2, 3, 141
 STATUSES: dict[str, Status] = {"passed": "PASS", "failed": "FAIL", "undecided": "UNDECIDED"}
 WORLD_CHOICES = ("auto", *get_args(WorldName))
+PLACEMENTS = ("pack", "spread")
 COLOURS = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "bold yellow"}
 NAME_WIDTH = 16
 MAX_NAMES = 8  # of scenarios that were not run for the same reason
@@ -60,7 +67,13 @@ def main(arguments: list[str] | None = None) -> None:
     arguments: None for those of the process.
     """
     try:
-        app(arguments, prog_name="tpbed")
+        _run_app(arguments)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # which typer makes a status 1 of
+            _hang_up()
+        raise
+    except BrokenPipeError:
+        _hang_up()
     except TestbedError as error:
         print(f"tpbed: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(USAGE)
@@ -69,11 +82,27 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(UNDECIDED)
 
 
+def _run_app(arguments: list[str] | None) -> None:
+    try:
+        app(arguments, prog_name="tpbed")
+    finally:
+        sys.stdout.flush()
+
+
+def _hang_up() -> NoReturn:
+    """Who read our output has gone, as `head` does: end without a word, like a program that SIGPIPE has killed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes when it ends
+    sys.exit(CLOSED_PIPE)
+
+
 Patterns = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[GLOB]...", help="Names of scenarios: hang/one-rank-raises, 'hang/*', or hang for all of hang/."
     ),
+]
+ScheduleText = Annotated[
+    str, typer.Option(metavar="WORD", help="Who runs when, of simulated ranks: 0,1,1,0, seed:17 or round-robin.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
 
@@ -102,21 +131,23 @@ def list_scenarios(
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="The name of one scenario.")], as_json: AsJson = False) -> None:
-    """Show all that a scenario says: what is run, which faults strike, and what must be found."""
-    catalogue = load_catalogue()
-    if name not in catalogue:
-        raise UsageError(
-            f"no scenario is called {name!r}{_near(name, catalogue)}: `tpbed list` names all {len(catalogue)}."
-        )
-    told = _told(catalogue[name])
+def show(
+    names: Annotated[list[str], typer.Argument(metavar="GLOB...", help="Names of scenarios, as for `tpbed list`.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show all that scenarios say: what is run, which faults strike, and what must be found."""
+    scenarios = select(load_catalogue(), names)
     if as_json:
-        _print_json([told])
+        _print_json([_told(scenario) for scenario in scenarios])
         return
-    for key, value in told.items():
+    print("\n\n".join("\n".join(_lines_of(scenario)) for scenario in scenarios))
+
+
+def _lines_of(scenario: Scenario) -> Iterator[str]:
+    for key, value in _told(scenario).items():
         entries = value if isinstance(value, list) else [value]
         for number, entry in enumerate(["none"] if value in (None, "", []) else entries):
-            print(f"{key if number == 0 else '':<{NAME_WIDTH}}  {entry}")
+            yield f"{key if number == 0 else '':<{NAME_WIDTH}}  {entry}"
 
 
 @app.command()
@@ -131,32 +162,47 @@ def run(
     as_json: AsJson = False,
     junit: Annotated[Path | None, typer.Option(help="Write the verdicts as JUnit XML to this file.")] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Save every record, not only of runs that did not pass.")
+        bool,
+        typer.Option(
+            "--keep",
+            help="Save every record, not only of runs that did not pass; stuck ranks with native stacks (py-spy).",
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="The folder where records are saved.")] = Path("runs"),
     ray_address: Annotated[
         str | None, typer.Option(help="The Ray cluster to use; else that of RAY_ADDRESS, else one is started here.")
     ] = None,
+    placement: Annotated[
+        str, typer.Option(metavar="pack|spread", help="On a cluster: ranks on as few nodes as can be, or over as many.")
+    ] = "pack",
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop after the first run that does not pass.")
     ] = False,
+    schedule: ScheduleText = "",
 ) -> None:
     """Run scenarios and judge what the ranks did."""
     if world not in WORLD_CHOICES:
         raise UsageError(f"unknown world {world!r}: give one of {', '.join(WORLD_CHOICES)}.")
+    if schedule and world not in ("auto", "sim"):
+        raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
+    if placement not in PLACEMENTS:
+        raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
     scenarios = _of_world_size(select(load_catalogue(), patterns or []), tp)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
         screen.progress("loading torch")
         from tpbed.harness.runner import Evidence, choose_world, run_scenarios
 
-        choice = choose_world(cast("WorldChoice", world), scenarios)
+        _check_schedule(schedule)
+        choice = choose_world("sim" if schedule else cast("WorldChoice", world), scenarios)
         screen.progress(f"world {choice.world}: {choice.why}", stays=True)
         session = run_scenarios(
             scenarios,
             world=choice.world,
             seed=seed,
+            schedule=schedule,
             ray_address=ray_address,
+            placement=cast("Placement", placement),
             evidence=Evidence(out=out, keep=keep),
             fail_fast=fail_fast,
             on_progress=screen.progress,
@@ -166,6 +212,48 @@ def run(
     if junit:
         junit.write_text(_junit(session), encoding="utf-8")
     raise typer.Exit(session.exit_status)
+
+
+@app.command()
+def explore(
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="TARGET...", help="Scenarios, as `run` takes them; or package.module:function."),
+    ],
+    tp: Annotated[int | None, typer.Option("--tp", help="World size: 2 for a function; else only these.")] = None,
+    max_runs: Annotated[int, typer.Option(help="Give up after so many runs.")] = 10_000,
+    draw: Annotated[
+        int | None, typer.Option("--random", metavar="N", help="Run N seeded schedules instead of searching all.")
+    ] = None,
+    patience: Annotated[int, typer.Option(help="Questions in vain before a rank lets the others go first.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of what scenarios draw; not of the schedules.")] = 0,
+    schedule: ScheduleText = "",
+    as_json: AsJson = False,
+) -> None:
+    """Search every order in which simulated ranks can take turns for a hang or another finding; else say that none is.
+
+    Exit status: 0 none has one, 1 the shortest that has one is told, 3 there are more than --max-runs can tell.
+    """
+    programs = [program for target in targets for program in _programs(target, tp, seed)]
+    _check_schedule(schedule)
+    import torch
+
+    from tpbed.harness.explore import EXIT_STATUS, explore_schedules, replay
+
+    torch.set_num_threads(1)
+    answers = []
+    for target, size, (program, find), again in programs:
+        explored = (
+            replay(program, size, schedule, target=target, find=find)
+            if schedule
+            else explore_schedules(
+                program, size, target=target, find=find, max_runs=max_runs, patience=patience, samples=draw
+            )
+        )
+        answers.append(explored.answer)
+        line = f"{again} --schedule {explored.schedule}" if explored.schedule else ""
+        _print_json([explored.to_json(line)]) if as_json else print(explored.told(line), flush=True)
+    raise typer.Exit(next((EXIT_STATUS[each] for each in ("found", "undecided") if each in answers), 0))
 
 
 @app.command()
@@ -208,11 +296,15 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the versions of tpbed and of what it runs on."""
-    for package in ("tpbed", "torch", "ray", "greenlet"):
-        print(f"{package} {_version_of(package)}")
-    print(f"Python {sys.version.split()[0]}")
+    versions = {package: _version_of(package) for package in ("tpbed", "torch", "ray", "greenlet")}
+    versions["Python"] = sys.version.split()[0]
+    if as_json:
+        _print_json([versions])
+        return
+    for name, number in versions.items():
+        print(f"{name} {number}")
 
 
 def load_catalogue() -> dict[str, Scenario]:
@@ -282,6 +374,41 @@ def _check_paths(junit: Path | None, out: Path) -> None:
         raise UsageError(f"--junit {junit} cannot be written: give a file in a folder that exists.")
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: give a folder, which is made if need be.")
+
+
+def _check_schedule(text: str) -> None:
+    from tpbed.harness.schedules import read_schedule
+
+    if text:
+        read_schedule(text)
+
+
+def _programs(target: str, tp: int | None, seed: int) -> Iterator[tuple[str, int, tuple[RankProgram, Find], str]]:
+    """What a target names: its name, world size, program with what to look for, and the command that replays it."""
+    from tpbed.harness.explore import find_in_ledgers, scenario_program
+
+    if ":" in target:
+        size = 2 if tp is None else tp
+        yield target, size, (_function(target), find_in_ledgers), f"tpbed explore {target} --tp {size}"
+        return
+    seeded = f" --seed {seed}" if seed else ""
+    for scenario in _of_world_size(select(load_catalogue(), [target]), tp):
+        found = scenario_program(scenario, seed=seed)
+        yield scenario.name, scenario.world_size, found, f"tpbed run {scenario.name}{seeded}"
+
+
+def _function(target: str) -> RankProgram:
+    """A rank program by `package.module:function`, from the working folder or what is installed."""
+    module, _, name = target.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(0)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{target} is no function of a rank ({error}): give package.module:function, one that takes the rank."
+        ) from error
+    return cast("RankProgram", function)
 
 
 def _expected_kinds(scenario: Scenario) -> list[str]:

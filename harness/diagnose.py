@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tpbed.harness.circle import Place, Record, explain_circle, tell
 from tpbed.harness.decisions import Divergence, find_divergences
 from tpbed.harness.findings import Cause, Finding, name_ranks
-from tpbed.harness.messages import find_lone_messages, find_unfit_messages, tell_message
+from tpbed.harness.messages import find_lone_messages, find_unfit_messages
 from tpbed.harness.mismatch import find_mismatches, find_strided
-from tpbed.tp.ledger import CollectiveRecord, Ledger, MessageRecord
+from tpbed.tp.ledger import WORLD, CollectiveRecord, Ledger, MessageRecord
 from tpbed.tp.messages import Mail
+from tpbed.tp.stuck import find_missing
 from tpbed.tp.world import Liveness
 
-Record = CollectiveRecord | MessageRecord
 TRANSPORT = (
     "Connection ",
     "gloo/transport",
@@ -22,6 +23,7 @@ TRANSPORT = (
     "Socket",
     "Broken pipe",
     "Timed out",
+    "Operation timed out",
     "aborted",
     "monitoredBarrier",
 )  # in its errors
@@ -31,10 +33,12 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
     """Find the root causes in what the ranks did; a pure function, the same for live runs and stored records.
 
     ledgers, liveness: one each per rank, in rank order.
-    Returns findings of the kinds mismatch, hang, stall, crash_one, crash_all and diverge, roots only: whatever follows
-    from a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
+    Returns findings of the kinds init_fail, mismatch, hang, stall, crash_one, crash_all and diverge, roots only: what
+    follows from a finding - peers left waiting, errors of the transport, data mixed up - is no finding of its own.
     """
     scene = _Scene(ledgers, liveness)
+    if unformed := _unformed(scene):
+        return (unformed,)  # no rank has run anything
     findings = [*find_mismatches(ledgers), *find_strided(ledgers), *find_unfit_messages(ledgers)]
     findings += _hangs(scene, findings)
     findings += _frozen(scene, findings)
@@ -50,14 +54,53 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
     return tuple(_with_decision(finding, divergences) for finding in findings)
 
 
+def _unformed(scene: _Scene) -> Finding | None:
+    """The default group was never formed; named is who did not come to its rendezvous, or ended on the way to it."""
+    ledgers = scene.ledgers
+    outside = [ledger for ledger in ledgers if WORLD not in ledger.groups]
+    began = len(outside) == len(ledgers) or any(ledger.rendezvous == "arrived" for ledger in outside)
+    formed = any(ledger.collectives or ledger.messages for ledger in ledgers)  # who died may not have told of it
+    if not outside or not began or formed or _ended_alike(outside, len(ledgers)):
+        return None
+    missing = find_missing(ledgers)
+    ranks = tuple(rank for rank in missing if not _thrown_out(ledgers[rank])) or missing
+    return Finding(
+        kind="init_fail",
+        ranks=ranks,
+        text=f"the group of {len(ledgers)} ranks was not formed for want of {name_ranks(ranks)}",
+        waiting_ranks=tuple(ledger.rank for ledger in outside if ledger.end is None and ledger.rank not in ranks),
+        causes=tuple(_cause_of_want(ledgers[rank], scene.liveness[rank]) for rank in ranks),
+    )
+
+
+def _thrown_out(ledger: Ledger) -> bool:
+    """Whether its peers' trouble ended it, through the transport."""
+    return ledger.end is not None and ledger.end.how == "raised" and any(w in ledger.end.message for w in TRANSPORT)
+
+
+def _cause_of_want(ledger: Ledger, seen: Liveness) -> Cause:
+    if ledger.end is not None:
+        return _cause_of_end(ledger, "before the group was formed")
+    at = {
+        "": "loads its program",
+        "outside": "does not come to the rendezvous",
+        "arrived": "has come, and is not in it",
+    }
+    how = "is stopped and" if seen.state == "stopped" else "is alive and"
+    frame = next((frame for frame in seen.frames if not frame.startswith("tp/")), "")
+    where = f", in {frame}" if frame else ""
+    return Cause(rank=ledger.rank, text=f"rank {ledger.rank} {how} {at[ledger.rendezvous]}{where}", site=frame)
+
+
 class _Scene:
     """The ledgers with what is asked of them often."""
 
     def __init__(self, ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> None:
         self.ledgers, self.liveness = ledgers, liveness
-        self.blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
         self.ended = [ledger.rank for ledger in ledgers if ledger.end is not None]
         self._mail = Mail(ledgers)
+        blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
+        self.blocked = {rank: record for rank, record in blocked.items() if not self._gave_up(record)} | self._asking()
 
     def absent_from(self, record: Record, waiting: int) -> tuple[int, ...]:
         """The ranks that never joined this collective or message of rank `waiting`, or died or raised in it."""
@@ -65,6 +108,19 @@ class _Scene:
             return self._mail.missing_ranks(waiting, record)
         members = self.ledgers[waiting].groups[record.group]
         return tuple(rank for rank in members if self._is_absent(rank, record))
+
+    def _asking(self) -> dict[int, Record]:
+        """What ranks ask about for ever instead of waiting for it, where it can never be complete."""
+        stalled = [ledger for ledger in self.ledgers if self.liveness[ledger.rank].state == "stalled"]
+        asked = {ledger.rank: record for ledger in stalled if (record := _asked(ledger)) is not None}
+        return {rank: record for rank, record in asked.items() if self.absent_from(record, rank)}
+
+    def _gave_up(self, record: Record) -> bool:
+        """Whether a wait timed out for which a peer came later, and waits now in vain: the blame is not the peer's."""
+        if "timed out" not in record.error.lower() or isinstance(record, MessageRecord):
+            return False
+        waiting = (ledger.waiting_in() for ledger in self.ledgers)
+        return any(r is not None and (r.group, r.seq) == (record.group, record.seq) for r in waiting)
 
     def _is_absent(self, rank: int, record: CollectiveRecord) -> bool:
         ledger = self.ledgers[rank]
@@ -84,26 +140,16 @@ def _blocked_in(ledger: Ledger) -> Record | None:
     return last if thrown_out and ledger.end is not None and ledger.end.how == "raised" else None
 
 
+def _asked(ledger: Ledger) -> Record | None:
+    """The last collective that the rank asked about, if it has not seen it complete."""
+    last = next((record for record in reversed(ledger.collectives) if record.asked), None)
+    return last if last is not None and last.state in ("scheduled", "started") else None
+
+
 def _last(ledger: Ledger) -> Record | None:
     """What the rank called last."""
     last: tuple[Record, ...] = (*ledger.collectives[-1:], *ledger.messages[-1:])
     return max(last, key=lambda record: record.started_ns, default=None)
-
-
-def _tell(record: Record) -> str:
-    if isinstance(record, MessageRecord):
-        return tell_message(record)
-    return f"{record.op} seq {record.seq} of group {record.group}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A collective that some ranks are blocked in and some will never join; or a message, and one rank in it."""
-
-    record: Record
-    waiting: tuple[int, ...]
-    absent: tuple[int, ...]
-    roots: tuple[int, ...]  # absent for a reason of their own
 
 
 def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
@@ -111,19 +157,19 @@ def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
     rooted = _one_per_root([place for place in places if place.roots])
     if rooted:
         return [_explain_hang(place, scene) for place in rooted]
-    return [_explain_cycle(places, scene)] if places and not mismatches else []
+    return [explain_circle(places, scene.blocked, scene.ledgers)] if places and not mismatches else []
 
 
-def _one_per_root(places: Sequence[_Place]) -> list[_Place]:
+def _one_per_root(places: Sequence[Place]) -> list[Place]:
     """Of the places that wait for the same ranks, the one that was entered first."""
-    kept: list[_Place] = []
+    kept: list[Place] = []
     for place in sorted(places, key=lambda place: place.record.started_ns):
         if not any(set(place.roots) <= set(other.roots) for other in kept):
             kept.append(place)
     return kept
 
 
-def _places(scene: _Scene) -> list[_Place]:
+def _places(scene: _Scene) -> list[Place]:
     by_place: dict[tuple[str, int, int | None], list[int]] = {}
     for rank, record in scene.blocked.items():
         alone = rank if isinstance(record, MessageRecord) else None
@@ -131,11 +177,11 @@ def _places(scene: _Scene) -> list[_Place]:
     return [place for ranks in by_place.values() if (place := _place(ranks, scene)).absent]
 
 
-def _place(ranks: list[int], scene: _Scene) -> _Place:
+def _place(ranks: list[int], scene: _Scene) -> Place:
     record = scene.blocked[ranks[0]]
     absent = tuple(rank for rank in scene.absent_from(record, ranks[0]) if rank not in ranks)
     roots = tuple(rank for rank in absent if rank not in scene.blocked)
-    return _Place(record, tuple(sorted(ranks)), absent, roots)
+    return Place(record, tuple(sorted(ranks)), absent, roots)
 
 
 def _follows(record: Record, mismatches: Sequence[Finding]) -> bool:
@@ -149,7 +195,7 @@ def _follows(record: Record, mismatches: Sequence[Finding]) -> bool:
     )
 
 
-def _explain_hang(place: _Place, scene: _Scene) -> Finding:
+def _explain_hang(place: Place, scene: _Scene) -> Finding:
     record, ranks = place.record, place.roots
     frozen = all(scene.liveness[rank].state in ("stopped", "stalled") for rank in ranks)
     fate = "which does not get there" if frozen else "which can never join"
@@ -161,29 +207,8 @@ def _explain_hang(place: _Place, scene: _Scene) -> Finding:
         group=record.group,
         step=record.step,
         waiting_ranks=tuple(sorted(scene.blocked)),
-        text=f"{_tell(record)} waits for {name_ranks(ranks)}, {fate}",
+        text=f"{tell(record, scene.ledgers)} waits for {name_ranks(ranks)}, {fate}",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks),
-    )
-
-
-def _explain_cycle(places: Sequence[_Place], scene: _Scene) -> Finding:
-    record = places[0].record
-    ranks = tuple(sorted({rank for place in places for rank in place.waiting}))
-    waits = [f"{name_ranks(p.waiting)} in {_tell(p.record)}" for p in places]
-    return Finding(
-        kind="hang",
-        ranks=ranks,
-        op=record.op,
-        seq=record.seq,
-        group=record.group,
-        step=record.step,
-        waiting_ranks=ranks,
-        text=f"ranks wait for each other in a circle: {'; '.join(waits)}",
-        causes=tuple(
-            Cause(rank=rank, text=f"rank {rank} waits for {name_ranks(place.absent)}", site=scene.blocked[rank].site)
-            for place in places
-            for rank in place.waiting
-        ),
     )
 
 
@@ -191,7 +216,8 @@ def _frozen(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
     """Ranks that do not get anywhere although nobody waits for them."""
     explained = {rank for finding in found for rank in finding.ranks}
     frozen = [rank for rank, seen in enumerate(scene.liveness) if seen.state in ("stopped", "stalled")]
-    ranks = tuple(rank for rank in frozen if rank not in explained)
+    asking = {rank for rank in scene.blocked if scene.ledgers[rank].waiting_in() is None}
+    ranks = tuple(rank for rank in frozen if rank not in explained | asking)
     causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks)
     text = f"{name_ranks(ranks)} made no progress outside any collective, and nobody waits there"
     return [Finding(kind="stall", ranks=ranks, text=text, causes=causes)] if ranks else []
@@ -217,7 +243,9 @@ def _cause_of_end(ledger: Ledger, after: str) -> Cause:
         "exited": f"left with exit status {end.exit_code}",
         "killed": f"was killed by {_signal_name(end.signal)}",
     }[end.how]
-    text = f"rank {ledger.rank} {told} {after}" + (f": {end.message}" if end.message else "")
+    said_already = (f"exited with status {end.exit_code}", told.removeprefix("was "))
+    more = f": {end.message}" if end.message and end.message not in said_already else ""
+    text = f"rank {ledger.rank} {told} {after}{more}"
     return Cause(rank=ledger.rank, text=text, error_type=end.error_type, site=end.site)
 
 
@@ -231,11 +259,16 @@ def _crashes(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
     crashed = [rank for rank in scene.ended if _crashed(scene, rank, found) and rank not in explained]
     if not crashed:
         return []
-    ends = [scene.ledgers[rank].end for rank in crashed]
-    alike = len(crashed) == len(scene.ledgers) and len({(e.how, e.error_type, e.site) for e in ends if e}) == 1
+    alike = _ended_alike([scene.ledgers[rank] for rank in crashed], len(scene.ledgers))
     causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in crashed)
     text = "every rank ended with the same error" if alike else f"{name_ranks(crashed)} did not return"
     return [Finding(kind="crash_all" if alike else "crash_one", ranks=tuple(crashed), text=text, causes=causes)]
+
+
+def _ended_alike(ledgers: Sequence[Ledger], world_size: int) -> bool:
+    """Whether these are all the ranks, and all have ended with the same error at the same place."""
+    ends = {ledger.end and (ledger.end.how, ledger.end.error_type, ledger.end.site) for ledger in ledgers}
+    return len(ledgers) == world_size and len(ends) == 1 and None not in ends
 
 
 def _crashed(scene: _Scene, rank: int, found: Sequence[Finding]) -> bool:
@@ -261,7 +294,8 @@ def _incomplete(scene: _Scene) -> list[Finding]:
             group=first.group,
             step=first.step,
             waiting_ranks=ranks,
-            text=f"{_tell(first)} does not complete, though all have come: what they bring to it does not fit",
+            text=f"{tell(first, scene.ledgers)} does not complete, though all have come: what they bring to it does "
+            "not fit",
             causes=tuple(_brings(rank, scene.blocked[rank]) for rank in ranks),
         )
     ]
@@ -293,7 +327,7 @@ def _explain_shortfall(scene: _Scene, group: str, short: tuple[int, ...], most: 
         seq=first,
         group=group,
         step=missed.step,
-        text=f"{missed.op} seq {first} of group {group} went without {name_ranks(short)}, and nothing waited",
+        text=f"{tell(missed, scene.ledgers)} went without {name_ranks(short)}, and nothing waited",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in short),
     )
 

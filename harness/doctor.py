@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tpbed.harness.scenario import WorldName
 from tpbed.harness.smollm2 import CheckpointError, checkpoint_path
+from tpbed.tp.py_spy import find_py_spy
 
 TORCH = ((2, 11), (2, 16))  # from, and below
 TRIED_RANKS = 1024  # the most that simulated runs were tried with
@@ -141,6 +142,12 @@ def _flashinfer() -> list[Fact]:
     return [Fact(name="flashinfer", found=version)]
 
 
+def _py_spy() -> list[Fact]:
+    found = find_py_spy()
+    remedy = "" if found else "needed for native stacks of stuck ranks, and frames of stopped ones: pip install py-spy"
+    return [Fact(name="py-spy", found=found or "not installed", remedy=remedy)]
+
+
 def _greenlet() -> list[Fact]:
     version = _version("greenlet")
     there = version is not None
@@ -241,5 +248,6 @@ PROBES: tuple[Callable[[], list[Fact]], ...] = (
     _kernel,
     _gpus,
     _flashinfer,
+    _py_spy,
     _real_inputs,
 )

@@ -43,10 +43,40 @@ class Exit(_AtCollective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quit(_AtCollective):
+    """The rank calls sys.exit(status): SystemExit, an error like any other."""
+
+    status: int = 1
+    kind: Literal["quit"] = "quit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash(_AtCollective):
+    """The rank's process reads where nothing is, in C: SIGSEGV."""
+
+    kind: Literal["crash"] = "crash"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhaust(_AtCollective):
+    """The rank gets no more memory: its allocator raises."""
+
+    kind: Literal["exhaust"] = "exhaust"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(_AtCollective):
     """SIGSTOP to the rank's process: it never runs again."""
 
     kind: Literal["stop"] = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(_AtCollective):
+    """SIGSTOP to the rank's process, and SIGCONT after `seconds`, both from outside it: the rank is slow."""
+
+    seconds: float = 0.0
+    kind: Literal["pause"] = "pause"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +206,55 @@ class PackedOnly:
     kind: Literal["packed_only"] = "packed_only"
 
 
-CollectiveFault = Raise | Kill | Exit | Stop | Stall | Delay | Skip | Extra | Recast | Narrow | Strided | Corrupt
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """The rank does not come to the rendezvous of the group: it stays outside, alive ("stall"), or ends there."""
+
+    rank: int
+    how: Literal["stall", "stop", "exit", "kill", "crash"] = "stall"
+    kind: Literal["absent"] = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """The rank comes to the rendezvous of the group `seconds` after it could have."""
+
+    rank: int
+    seconds: float
+    kind: Literal["late"] = "late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linger:
+    """The rank has made its last step, and its teardown takes `seconds`; None: it never ends."""
+
+    rank: int
+    seconds: float | None = None
+    kind: Literal["linger"] = "linger"
+
+
+CollectiveFault = (
+    Raise
+    | Kill
+    | Exit
+    | Quit
+    | Crash
+    | Exhaust
+    | Stop
+    | Pause
+    | Stall
+    | Delay
+    | Skip
+    | Extra
+    | Recast
+    | Narrow
+    | Strided
+    | Corrupt
+)
 StepFault = Leave | Rows | Nudge | Spin
 HeadFault = WrongScale | StaleMethod | PackedOnly
-Fault = CollectiveFault | StepFault | HeadFault
+ArrivalFault = Absent | Late
+Fault = CollectiveFault | StepFault | HeadFault | ArrivalFault | Linger
 
 
 def describe(fault: Fault) -> str:

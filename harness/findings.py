@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpbed.harness.scenario import Expected, Kind
+from tpbed.tp.ledger import WORLD, Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +56,9 @@ def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
+
+
+def name_group(name: str, ledgers: Sequence[Ledger]) -> str:
+    """`group world`, `group 2 (ranks 0, 1)`: with its members, as the first rank says that knows the group."""
+    members = next((ledger.groups[name] for ledger in ledgers if name in ledger.groups), ())
+    return f"group {name}" + (f" ({name_ranks(members)})" if members and name != WORLD else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +14,23 @@ from torch import Tensor
 
 from tpbed.harness.faults import (
     FIRED,
+    Absent,
     CollectiveFault,
     Corrupt,
+    Crash,
     Delay,
+    Exhaust,
     Exit,
     Extra,
     Kill,
+    Late,
     Leave,
+    Linger,
     Narrow,
     Nudge,
     PackedOnly,
+    Pause,
+    Quit,
     Raise,
     Recast,
     Rows,
@@ -62,6 +70,21 @@ class Injector:
         self._fired: Counter[int] = Counter()
         self._step = 0
         self._overwrites = _overwrites_of(plan, context.rank)
+
+    def arrive(self) -> None:
+        """What befalls this rank before it comes to the rendezvous of the group."""
+        for absent in self._take(Absent):
+            self._context.die(absent.how, "outside the rendezvous")
+        for late in self._take(Late):
+            self._context.sleep(late.seconds)
+
+    def teardown(self) -> None:
+        """What befalls this rank after its last step."""
+        for fault in self._take(Linger):
+            if fault.seconds is None:
+                self._context.die("stall", "in its teardown")
+            else:
+                self._context.sleep(fault.seconds)
 
     def begin_step(self, step: int) -> bool:
         """Say which step begins. Returns False if the rank is to leave instead."""
@@ -156,9 +179,26 @@ def _exit(fault: Exit, call: Call, context: RankContext) -> None:
     context.die("exit", describe(fault))
 
 
+def _quit(fault: Quit, call: Call, context: RankContext) -> None:
+    sys.exit(fault.status)
+
+
+def _crash(fault: Crash, call: Call, context: RankContext) -> None:
+    context.die("crash", describe(fault))
+
+
+def _exhaust(fault: Exhaust, call: Call, context: RankContext) -> None:
+    context.die("exhaust", describe(fault))
+
+
 def _stop(fault: Stop, call: Call, context: RankContext) -> Call:
     context.die("stop", describe(fault))
     return call  # it may be continued
+
+
+def _pause(fault: Pause, call: Call, context: RankContext) -> Call:
+    context.pause(fault.seconds)
+    return call
 
 
 def _stall(fault: Stall, call: Call, context: RankContext) -> None:
@@ -234,7 +274,11 @@ _STRIKE: dict[type, Strike] = {
     Raise: _raise,
     Kill: _kill,
     Exit: _exit,
+    Quit: _quit,
+    Crash: _crash,
+    Exhaust: _exhaust,
     Stop: _stop,
+    Pause: _pause,
     Stall: _stall,
     Delay: _delay,
     Skip: _skip,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tpbed.harness.findings import Cause, Finding, name_ranks
+from tpbed.harness.findings import Cause, Finding, name_group, name_ranks
 from tpbed.harness.misformed import find_misformed_groups
 from tpbed.tp.ledger import CollectiveRecord, Ledger
 
@@ -88,7 +88,7 @@ def _explain(
         seq=seq,
         group=group,
         step=min((record.step for record in meeting.values()), key=_step_order),
-        text=f"seq {seq} of group {group} is not the same collective on every rank: {calls}",
+        text=f"seq {seq} of {name_group(group, ledgers)} is not the same collective on every rank: {calls}",
         causes=tuple(_cause(rank, meeting[rank], usual) for rank in odd),
     )
 
@@ -184,10 +184,10 @@ def find_strided(ledgers: Sequence[Ledger]) -> list[Finding]:
         for record in ledger.collectives:
             if not _is_contiguous(record):
                 first.setdefault(record.group, {}).setdefault(ledger.rank, record)
-    return [_explain_strides(group, by_rank) for group, by_rank in first.items()]
+    return [_explain_strides(group, by_rank, ledgers) for group, by_rank in first.items()]
 
 
-def _explain_strides(group: str, by_rank: Meeting) -> Finding:
+def _explain_strides(group: str, by_rank: Meeting, ledgers: Sequence[Ledger]) -> Finding:
     seq = min(record.seq for record in by_rank.values())
     here = {rank: record for rank, record in by_rank.items() if record.seq == seq}
     record = next(iter(here.values()))
@@ -198,7 +198,8 @@ def _explain_strides(group: str, by_rank: Meeting) -> Finding:
         seq=seq,
         group=group,
         step=record.step,
-        text=f"{record.op} seq {seq} of group {group}: {name_ranks(list(here))} sends a view that is not contiguous",
+        text=f"{record.op} seq {seq} of {name_group(group, ledgers)}: {name_ranks(list(here))} sends a view that is "
+        "not contiguous",
         causes=tuple(_stride_cause(rank, record) for rank, record in sorted(here.items())),
     )
 

@@ -55,7 +55,7 @@ def local_fast_path(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any,
     """Takes one packed gather where its own shard has no padding, and two gathers where it has."""
     fast = head.shard.num_org == head.shard.width
     note("fast_path", fast, because=f"num_org={head.shard.num_org}, width={head.shard.width}")
-    values, ids = _padded_local(hidden, head, k, topk)
+    values, ids = padded_local(hidden, head, k, topk)
     if not fast:
         return _merge(values, ids, k=k, group=group)
     both = gather_columns(torch.cat([values.double(), ids.double()], dim=-1), group).reshape(len(hidden), -1, 2, k)
@@ -80,25 +80,25 @@ def late_mask(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note:
 
 def no_offset(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Gathers columns of shards as if they were token ids."""
-    values, ids = _padded_local(hidden, head, k, topk)
+    values, ids = padded_local(hidden, head, k, topk)
     return _merge(values, ids - head.shard.org_start, k=k, group=group)
 
 
 def bf16_gather(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Gathers the values in bfloat16: those that differ by less than one step of it tie."""
-    values, ids = _padded_local(hidden, head, k, topk)
+    values, ids = padded_local(hidden, head, k, topk)
     return Candidates(**_named(merge_gathered(*_gather_both(values.bfloat16(), ids, group), k)))
 
 
 def float_ids(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Gathers the ids in bfloat16, which holds whole numbers up to 256."""
-    values, ids = _padded_local(hidden, head, k, topk)
+    values, ids = padded_local(hidden, head, k, topk)
     return _merge(values, ids.bfloat16().long(), k=k, group=group)
 
 
 def swapped_gathers(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Gathers ids before values on odd ranks: the order of a set decides, and it differs between processes."""
-    values, ids = _padded_local(hidden, head, k, topk)
+    values, ids = padded_local(hidden, head, k, topk)
     if head.shard.rank % 2 == 0:
         return Candidates(**_named(merge_gathered(*_gather_both(values, ids, group), k)))
     gathered_ids = gather_columns(ids, group)
@@ -107,14 +107,14 @@ def swapped_gathers(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any,
 
 def ranks_reversed(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Lays the gathered values out last rank first, and the ids first rank first."""
-    values, ids = _gather_both(*_padded_local(hidden, head, k, topk), group)
+    values, ids = _gather_both(*padded_local(hidden, head, k, topk), group)
     parts = values.reshape(len(hidden), -1, k).flip(-2).flatten(-2)
     return Candidates(**_named(merge_gathered(parts, ids, k)))
 
 
 def shard_only(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Answers from its own shard and never gathers."""
-    values, ids = _padded_local(hidden, head, k, topk)
+    values, ids = padded_local(hidden, head, k, topk)
     return Candidates(**_named(merge_gathered(*pad_candidates(values.float(), ids, k), k)))
 
 
@@ -126,7 +126,7 @@ def worst_first(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, not
 
 def scatter_rows_first(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Views the gathered block as (ranks, rows, k) although it lies as (rows, ranks, k): right for one row."""
-    values, ids = _gather_both(*_padded_local(hidden, head, k, topk), group)
+    values, ids = _gather_both(*padded_local(hidden, head, k, topk), group)
     rows, ranks = hidden.shape[0], head.shard.world_size
     values, ids = (t.reshape(ranks, rows, k).transpose(0, 1).reshape(rows, ranks * k) for t in (values, ids))
     return Candidates(**_named(merge_gathered(values, ids, k)))
@@ -134,7 +134,7 @@ def scatter_rows_first(hidden: Tensor, head: Any, *, k: int, group: Any, topk: A
 
 def torch_merge(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     """Merges with torch.topk as SGLang does: the order among equal values is open, and not the same at every TP."""
-    values, ids = _gather_both(*_padded_local(hidden, head, k, topk), group)
+    values, ids = _gather_both(*padded_local(hidden, head, k, topk), group)
     best, slots = torch.topk(values, k, dim=-1)
     return Candidates(ids=ids.gather(-1, slots), values=best)
 
@@ -216,7 +216,8 @@ def _unmasked(hidden: Tensor, head: Any) -> Tensor:
     return torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight)
 
 
-def _padded_local(hidden: Tensor, head: Any, k: int, topk: Any) -> tuple[Tensor, Tensor]:
+def padded_local(hidden: Tensor, head: Any, k: int, topk: Any) -> tuple[Tensor, Tensor]:
+    """The k best values of a rank's own shard and their ids, by ids of no token where it has fewer."""
     return pad_candidates(*_local(project_candidate_logits(hidden, head), head, k, topk), k)
 
 

@@ -16,12 +16,13 @@ class Plan:
     seed: int
     weight_seed: int
     step_seeds: tuple[int, ...]  # one per step, for its hidden states
+    schedule: str = ""  # as in Scenario; empty: what the world makes of the seed
 
 
-def make_plan(scenario: Scenario, *, seed: int) -> Plan:
+def make_plan(scenario: Scenario, *, seed: int, schedule: str = "") -> Plan:
     """Draw the seeds of the weights and of every step.
 
-    seed: any int; the same scenario and seed give the same plan.
+    seed: any int; the same scenario and seed give the same plan. schedule: instead of the scenario's own.
     """
     draw = random.Random(f"{scenario.name}/{seed}")
     weight_seed = draw.getrandbits(31)
@@ -30,4 +31,5 @@ def make_plan(scenario: Scenario, *, seed: int) -> Plan:
         seed=seed,
         weight_seed=weight_seed,
         step_seeds=tuple(draw.getrandbits(31) for _ in range(scenario.steps)),
+        schedule=schedule or scenario.schedule,
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from tpbed.harness.faults import ArrivalFault
 from tpbed.harness.inject import Injector
 from tpbed.harness.inputs import hidden_states
 from tpbed.harness.mutants import SELECTORS
 from tpbed.harness.plan import Plan
+from tpbed.harness.timed import TIMED
 from tpbed.selector.candidates import Candidates
 from tpbed.tp.rank import current
 from tpbed.tp.world import RankProgram
@@ -20,7 +23,22 @@ ANSWER = "answer"  # the mark that a step's candidates leave in the ledger, so t
 
 def rank_program(plan: Plan) -> RankProgram:
     """The program that `World.run` takes: it carries the whole plan."""
-    return partial(run_plan, plan)
+    arrives = any(isinstance(fault, ArrivalFault) for fault in plan.scenario.faults)
+    return _ArrivingProgram(plan) if arrives else partial(run_plan, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrivingProgram:
+    """The program of a plan in which something befalls a rank before the group is formed."""
+
+    plan: Plan
+
+    def __call__(self, rank: int) -> None:
+        run_plan(self.plan, rank)
+
+    def arrive(self, _rank: int) -> None:
+        """As worlds call it that form a group."""
+        Injector(self.plan, current()).arrive()
 
 
 def run_plan(plan: Plan, rank: int) -> None:
@@ -36,6 +54,7 @@ def run_plan(plan: Plan, rank: int) -> None:
         answer = _select(plan, step, injector, head)
         context.recorder.mark(ANSWER, _plain(answer))
         context.recorder.check()
+    injector.teardown()
 
 
 def _plain(answer: Candidates) -> dict[str, Any]:
@@ -46,7 +65,7 @@ def _plain(answer: Candidates) -> dict[str, Any]:
 
 def _select(plan: Plan, step: int, injector: Injector, head: Any) -> Candidates:
     context = current()
-    return SELECTORS[plan.scenario.selector](
+    return (SELECTORS | TIMED)[plan.scenario.selector](
         hidden_states(plan, step, rows=injector.rows()).to(context.device),
         head,
         k=plan.scenario.k,

@@ -6,20 +6,19 @@ Loads pytest alone; torch, Ray and the rest come in when a test first asks for r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from tpbed.harness.tp_mark import SIGNATURE, WORLDS, TpMark, read_mark
+
 if TYPE_CHECKING:
     from tpbed.harness.ranks import Ranks, RanksFailed
 
-MARK = (
-    "tp(world_size, world=None, stall_after_s=10.0): run the test's body on every rank of a world of that size, or of "
-)
-WORLDS = ("sim", "gloo", "nccl")
+MARK = f"{SIGNATURE}: run the test's body on every rank of a world of that size, or of "
 RANKS = pytest.StashKey["Ranks"]()
 
 
@@ -33,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where the ranks of `@pytest.mark.tp` live unless the mark says it: sim (this process, the default), "
         "gloo (Ray actors, CPU), nccl (Ray actors, a GPU each)",
     )
+    group.addoption(
+        "--tp-schedule",
+        metavar="WORD",
+        default="",
+        help="who runs when, of the simulated ranks of every test marked tp, as a failed search of schedules tells it: "
+        "0,1,1,0 or seed:17",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,36 +48,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A mark with a list of world sizes is one test per size."""
-    mark = metafunc.definition.get_closest_marker("tp")
-    if mark is not None and not isinstance(_size_of(mark), int):
+    mark = read_mark(metafunc.definition)
+    if mark is not None and not isinstance(mark.world_size, int):
         metafunc.fixturenames.append("world_size")
-        metafunc.parametrize("world_size", list(_size_of(mark)), ids=lambda size: f"tp{size}")
+        metafunc.parametrize("world_size", mark.sizes, ids=lambda size: f"tp{size}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on Ray actors stay on one pytest-xdist worker under `--dist loadgroup`: they share their actors."""
     for item in items:
-        mark = item.get_closest_marker("tp")
+        mark = read_mark(item)
         if mark is not None and _world_of(mark, config) != "sim":
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """The rank that runs the body of a test marked `tp`; -1 for fixtures, which run once and not on a rank."""
+    """The rank that runs the body of a test marked `tp`. Fixtures have none: they run once, and not on a rank."""
     if request.node.get_closest_marker("tp") is None:
         raise pytest.UsageError("`rank` is what a test marked with @pytest.mark.tp(world_size) is given on each rank.")
-    return -1
+    if "rank" not in request.node._fixtureinfo.argnames:
+        pytest.fail(_NO_RANK.format(request.node.nodeid, "a fixture asks"), pytrace=False)
+    return -1  # which nobody sees: the body is given its own
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
     """The number of ranks that a test marked `tp` runs on."""
-    mark = request.node.get_closest_marker("tp")
+    mark = read_mark(request.node)
     if mark is None:
         raise pytest.UsageError("`world_size` needs the mark @pytest.mark.tp(world_size).")
-    return int(_size_of(mark))
+    return mark.sizes[0]
 
 
 @pytest.fixture(scope="session")
@@ -95,12 +103,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             "fixture `tp` instead of the mark, draw in the test, and call tp(program, world_size=...).",
             pytrace=False,
         )
+    if item.get_closest_marker("tp") is not None:
+        _refuse_fixtures_with_ranks(item)
+
+
+def _refuse_fixtures_with_ranks(item: Any) -> None:
+    for name, definitions in item._fixtureinfo.name2fixturedefs.items():
+        if "rank" in definitions[-1].argnames:
+            pytest.fail(_NO_RANK.format(item.nodeid, f"the fixture {name!r} asks"), pytrace=False)
+
+
+_NO_RANK = (
+    "{}: {} for `rank`, but fixtures run once for all ranks, and on none: take `rank` in the test, and let the fixture "
+    "return a function of it."
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body on the ranks instead of here."""
-    mark = pyfuncitem.get_closest_marker("tp")
+    mark = read_mark(pyfuncitem)
     if mark is None:
         return None
     failed = _failure(pyfuncitem, mark)
@@ -116,17 +138,24 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         ranks.close()
 
 
-def _failure(item: pytest.Function, mark: pytest.Mark) -> RanksFailed | None:
-    from tpbed.harness.ranks import RanksFailed
+def _failure(item: pytest.Function, mark: TpMark) -> RanksFailed | None:
+    from tpbed.harness.ranks import RanksFailed, UndecidedError
 
+    schedule = item.config.getoption("--tp-schedule")
     try:
         _ranks(item.config)(
             _body(item),
             world_size=_world_size(item, mark),
             world=_world_of(mark, item.config),
-            stall_after_s=mark.kwargs.get("stall_after_s", 10.0),
+            stall_after_s=mark.stall_after_s,
+            schedule=schedule or mark.schedule,
+            schedules=None if schedule else mark.schedules,
         )
+    except UndecidedError as error:
+        pytest.fail(str(error), pytrace=False)
     except RanksFailed as failed:
+        if failed.schedule:
+            failed.args = (f"{failed}, or pytest '{item.nodeid}' --tp-schedule {failed.schedule}",)
         return failed  # and not raised from here: pytest would show it twice, as a chain
     return None
 
@@ -164,21 +193,11 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], wants_rank: b
     function(**arguments, **({"rank": rank} if wants_rank else {}))
 
 
-def _size_of(mark: pytest.Mark) -> Any:
-    size = mark.args[0] if mark.args else mark.kwargs.get("world_size")
-    sizes: Sequence[Any] = [size] if isinstance(size, int) else list(size or ())
-    if not sizes or not all(isinstance(one, int) and one >= 1 for one in sizes):
-        raise pytest.UsageError(f"@pytest.mark.tp was given world_size={size!r}: give a number of ranks, or a list.")
-    return size
-
-
-def _world_size(item: pytest.Function, mark: pytest.Mark) -> int:
+def _world_size(item: pytest.Function, mark: TpMark) -> int:
     parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
-    return int(parameters.get("world_size", _size_of(mark)))
+    return int(parameters.get("world_size", mark.sizes[0]))
 
 
-def _world_of(mark: pytest.Mark, config: pytest.Config) -> str:
-    world = mark.kwargs.get("world") or config.getoption("--tp-world")
-    if world not in WORLDS:
-        raise pytest.UsageError(f"@pytest.mark.tp was given world={world!r}: give one of {', '.join(WORLDS)}.")
-    return str(world)
+def _world_of(mark: TpMark, config: pytest.Config) -> str:
+    searched = mark.schedules or mark.schedule or config.getoption("--tp-schedule")
+    return mark.world or ("sim" if searched else str(config.getoption("--tp-world")))

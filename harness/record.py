@@ -12,6 +12,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from tpbed.harness.plan import Plan
+from tpbed.harness.scenario import ScenarioError
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import Ledger
 from tpbed.tp.world import Liveness, WorldRun
@@ -68,7 +69,6 @@ def load_record(path: Path) -> RunRecord:
     """
     try:
         record: RunRecord = _adapter().validate_python(json.loads(path.read_text()))
-        return record
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}. Give the record.json of a run.") from error
     except ValidationError as error:
@@ -77,8 +77,27 @@ def load_record(path: Path) -> RunRecord:
         raise RecordError(
             f"{path} is no run record of this version: {place or 'it'} - {first['msg']}. Give the record.json of a run."
         ) from error
+    except ScenarioError as error:
+        raise RecordError(f"{path} is no run record: {error}") from error
     except ValueError as error:
         raise RecordError(f"{path} is not whole JSON ({error}): it may have been cut short. Run it again.") from error
+    if wrong := _incoherence(record):
+        raise RecordError(f"{path} is no whole run record: {wrong}. Run it again.")
+    return record
+
+
+def _incoherence(record: RunRecord) -> str:
+    """Why it cannot be what the ranks of one run reported; empty if it can."""
+    size = record.plan.scenario.world_size
+    members = {rank for ledger in record.ledgers for ranks in ledger.groups.values() for rank in ranks}
+    if [ledger.rank for ledger in record.ledgers] != list(range(size)):
+        told = ", ".join(str(ledger.rank) for ledger in record.ledgers) or "no rank"
+        return f"it has the ledgers of {told}, and world_size={size} needs one of each rank from 0 to {size - 1}"
+    if len(record.liveness) != size:
+        return f"it has the liveness of {len(record.liveness)} ranks, and world_size={size} needs that of each rank"
+    if any(ledger.world_size != size for ledger in record.ledgers) or not members <= set(range(size)):
+        return f"its ledgers tell of ranks that world_size={size} does not have"
+    return ""
 
 
 @cache

@@ -6,14 +6,14 @@ import re
 import shlex
 import signal
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from xml.etree import ElementTree
 
 from tpbed.harness.faults import FIRED, describe
-from tpbed.harness.findings import Cause, Finding, name_ranks
+from tpbed.harness.findings import Cause, Finding, name_group, name_ranks
 from tpbed.harness.scenario import Expected
 from tpbed.tp.ledger import CollectiveRecord, End, Ledger, MessageRecord
 from tpbed.tp.world import Liveness
@@ -41,7 +41,7 @@ def render(verdict: Verdict, *, evidence: Path | None = None, full: bool | None 
     lines = [
         row(verdict),
         *_explanations(
-            verdict.findings, verdict.record, lines_each=6 if whole else 2, causes_each=MAX_CAUSES if whole else 1
+            verdict.findings, verdict.record, lines_each=6 if whole else 2, causes_each=MAX_CAUSES if whole else 2
         ),
     ]
     if whole:
@@ -71,6 +71,15 @@ def explain(findings: Sequence[Finding], seen: Observed) -> str:
     return "\n".join([*told, *_tracebacks(findings, seen.ledgers)])
 
 
+def headline(findings: Sequence[Finding]) -> str:
+    """The first finding in one line that begins with what and who: `hang: rank 2 raised RuntimeError ...`."""
+    first = findings[0]
+    ranks = f" of {name_ranks(first.ranks)}" if len(first.ranks) > 1 else ""
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    told = first.causes[0].text if first.causes else first.text
+    return f"{first.kind}{ranks}{more}: {' '.join(told.split())}"
+
+
 def _tracebacks(findings: Sequence[Finding], ledgers: Sequence[Ledger]) -> Iterator[str]:
     at_fault = dict.fromkeys(rank for finding in findings for rank in finding.ranks)
     ends = {rank: end for rank in at_fault if (end := ledgers[rank].end) is not None and end.traceback}
@@ -96,7 +105,9 @@ def _seconds(value: float) -> str:
 def again(record: RunRecord) -> str:
     """The command line that runs the scenario of a record again."""
     world = WORLD_OPTIONS.get(record.world, record.world)
-    return shlex.join(["tpbed", "run", record.plan.scenario.name, "--seed", str(record.plan.seed), "--world", world])
+    plan = record.plan
+    asked = ["--schedule", plan.schedule] if plan.schedule != plan.scenario.schedule else []
+    return shlex.join(["tpbed", "run", plan.scenario.name, "--seed", str(plan.seed), "--world", world, *asked])
 
 
 def describe_expected(expected: Expected) -> str:
@@ -123,10 +134,7 @@ def _brief(finding: Finding) -> str:
 def _explanations(findings: Sequence[Finding], seen: Observed, *, lines_each: int, causes_each: int) -> Iterator[str]:
     for finding in findings:
         yield from _wrap(finding.kind, _timing(finding, seen.proof_ms) + finding.text, lines_each)
-        causes = [_explain_cause(cause) for cause in finding.causes]
-        if len(causes) > causes_each:
-            causes[causes_each - 1 :] = [f"{causes[causes_each - 1]}; and {len(causes) - causes_each} more"]
-        for cause in causes:
+        for cause in _explain_causes(finding.causes, causes_each):
             yield from _wrap("cause", cause, lines_each)
 
 
@@ -139,6 +147,19 @@ def _timing(finding: Finding, proof_ms: float | None) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def _explain_causes(causes: Sequence[Cause], most: int) -> list[str]:
+    """Each cause once, with the ranks that did alike; of those that are too many, the ranks."""
+    alike: dict[tuple[str, str], list[Cause]] = {}
+    for cause in causes:
+        alike.setdefault((cause.text.removeprefix(f"rank {cause.rank} "), cause.site), []).append(cause)
+    told = [
+        _explain_cause(first) + (f"; {name_ranks([one.rank for one in others])} alike" if others else "")
+        for first, *others in alike.values()
+    ]
+    hidden = {cause.rank for group in list(alike.values())[most:] for cause in group}
+    return [*told[:most], *([f"and of {name_ranks(list(hidden))}"] if hidden else [])]
 
 
 def _explain_cause(cause: Cause) -> str:
@@ -183,31 +204,31 @@ def positions(record: Observed) -> dict[Position, tuple[int, ...]]:
 
 
 def _position(ledger: Ledger, seen: Liveness, *, tell_group: bool) -> Position:
+    def name(record: CollectiveRecord | MessageRecord, before_seq: str = "") -> str:
+        group = f" of {name_group(record.group, [ledger]).removeprefix('group ')}" if tell_group else ""
+        return f"{record.op} {before_seq}{record.seq}{group}"
+
     completed = [r for r in ledger.collectives if r.state == "completed"]
-    last = _name(completed[-1], tell_group, "seq ") if completed else "none"
+    last = name(completed[-1], "seq ") if completed else "none"
     if ledger.end is not None:
-        return last, _told_end(ledger, ledger.end, tell_group), ledger.end.site
+        return last, _told_end(ledger, ledger.end, name), ledger.end.site
     waiting = ledger.waiting_in()
-    frame = seen.frames[0] if seen.frames else ""
+    frame = next((frame for frame in seen.frames if not frame.startswith("tp/")), "")
     if waiting is None:
         return last, f"{seen.state}: {seen.detail}" if seen.detail else seen.state, frame
     verb = "waiting" if seen.state == "running" else seen.state
-    return last, f"{verb} in {_name(waiting, tell_group)}", waiting.site
+    return last, f"{verb} in {name(waiting)}", waiting.site
 
 
-def _told_end(ledger: Ledger, end: End, tell_group: bool) -> str:
+def _told_end(ledger: Ledger, end: End, name: Callable[[CollectiveRecord], str]) -> str:
     last = ledger.collectives[-1] if ledger.collectives else None
-    inside = f" in {_name(last, tell_group)}" if last and end.how != "returned" and last.state != "completed" else ""
+    inside = f" in {name(last)}" if last and end.how != "returned" and last.state != "completed" else ""
     how = {"returned": "returned", "raised": f"raised {end.error_type}", "exited": f"exited, status {end.exit_code}"}
     return how.get(end.how, f"killed by {_signal(end.signal)}") + inside
 
 
 def _signal(number: int | None) -> str:
     return next((known.name for known in signal.Signals if known == number), f"signal {number}")
-
-
-def _name(record: CollectiveRecord | MessageRecord, tell_group: bool, before_seq: str = "") -> str:
-    return f"{record.op} {before_seq}{record.seq}" + (f" of {record.group}" if tell_group else "")
 
 
 def _table(record: Observed) -> Iterator[str]:
@@ -240,8 +261,15 @@ def _shorten(line: str) -> str:
 def _footer(verdict: Verdict, evidence: Path | None) -> Iterator[str]:
     yield from _footer_lines("faults", [_told_fault(fault) for fault in _faults(verdict.record)] or ["none planned"])
     yield from _footer_lines("expected", _told_expected(verdict))
-    yield from _footer_lines("evidence", [str(evidence) if evidence else "not kept: run it again with --keep"])
+    yield from _footer_lines("evidence", _told_evidence(evidence))
     yield f"{'again':<10}{again(verdict.record)}"
+
+
+def _told_evidence(evidence: Path | None) -> list[str]:
+    if evidence is None:
+        return ["not kept: run it again with --keep"]
+    stacks = evidence.with_name("stacks")
+    return [str(evidence), *([f"{stacks}/"] if stacks.is_dir() else [])]
 
 
 def _footer_lines(label: str, entries: Iterable[str]) -> Iterator[str]:
@@ -293,6 +321,7 @@ def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]
         "world_size": scenario.world_size,
         "tokens": scenario.org_vocab_size + scenario.added_vocab_size,
         "seed": record.plan.seed,
+        "schedule": record.plan.schedule,
         "elapsed_s": round(record.elapsed_s, 6),
         "proof_ms": record.proof_ms,
         "recovery_ms": record.recovery_ms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +19,10 @@ from tpbed.harness.program import rank_program
 from tpbed.harness.record import RunRecord, save_record
 from tpbed.harness.report import WORLD_OPTIONS, render
 from tpbed.harness.scenario import Scenario, WorldName
+from tpbed.harness.schedules import following
 from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.harness.verdict import Status, Verdict, judge
-from tpbed.harness.worlds import Progress, open_world
+from tpbed.harness.worlds import Placement, Progress, open_world
 from tpbed.tp.ledger import Ledger
 from tpbed.tp.world import Liveness, World, WorldRun
 
@@ -83,14 +85,25 @@ class Evidence:
     keep: bool = False
 
     def save(self, verdict: Verdict) -> Path | None:
-        """Write record.json and report.txt of a run under `out/<scenario>/<world>-<seed>`."""
+        """Write record.json, report.txt and stacks/rank-N.txt of a run under `out/<scenario>/<world>-<seed>`."""
         if self.out is None or (verdict.status == "PASS" and not self.keep):
             return None
         record = verdict.record
         path = self.out / record.plan.scenario.name / f"{record.world}-{record.plan.seed}" / "record.json"
         save_record(record, path)
+        _save_stacks(record, path.with_name("stacks"))
         path.with_name("report.txt").write_text(render(verdict, evidence=path, full=True) + "\n")
         return path
+
+
+def _save_stacks(record: RunRecord, folder: Path) -> None:
+    """A file for each rank that did not end, of this run only: with native frames, or the Python frames alone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for rank, look in enumerate(record.liveness):
+        text = look.stack or "".join(f"{frame}\n" for frame in look.frames)
+        if text:
+            folder.mkdir(exist_ok=True)
+            (folder / f"rank-{rank}.txt").write_text(text)
 
 
 def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
@@ -110,17 +123,24 @@ def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
 
 
 def run_scenario(
-    world: World, scenario: Scenario, *, seed: int, on_failure: Callable[[], None] = lambda: None
+    world: World,
+    scenario: Scenario,
+    *,
+    seed: int,
+    schedule: str = "",
+    on_failure: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """Plan, run and judge one scenario in a world that is open.
 
+    schedule: as harness.schedules reads it, instead of the scenario's own or the world's.
     on_failure: called where the world itself failed, and should not be trusted with another run.
     Errors of the test bed itself, in the world or in the judgement, make it UNDECIDED and are told as its doubt.
     """
-    plan = make_plan(scenario, seed=seed)
+    plan = make_plan(scenario, seed=seed, schedule=schedule)
     began = time.perf_counter()
     try:
-        run = world.run(rank_program(plan), stall_after_s=scenario.stall_after_s)
+        with following(world, plan.schedule):
+            run = world.run(rank_program(plan), stall_after_s=scenario.stall_after_s)
         return judge_safely(RunRecord.of(plan, run, elapsed_s=time.perf_counter() - began))
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the verdict
         on_failure()
@@ -156,7 +176,9 @@ def run_scenarios(
     *,
     world: WorldName,
     seed: int,
+    schedule: str = "",
     ray_address: str | None = None,
+    placement: Placement = "pack",
     evidence: Evidence = Evidence(),
     fail_fast: bool = False,
     on_progress: Progress = lambda message: None,
@@ -166,7 +188,8 @@ def run_scenarios(
     """Run scenarios one after the other, by world size and then as given, trained heads last; one world open at a time.
 
     world: as choose_world settled it; what it cannot express, or has not the GPUs for, is not run.
-    fail_fast: stop after the first run that is no PASS.
+    schedule: of simulated ranks, instead of what scenarios and the seed say; as harness.schedules reads it.
+    ray_address, placement: as of open_world. fail_fast: stop after the first run that is no PASS.
     on_progress, on_run: called with a line of text as something begins, and with each result.
     opener: opens the worlds, by world size; None for those of tpbed.
     An error in opening the first world is raised, since nothing has been run; later ones are UNDECIDED. Worlds are
@@ -174,11 +197,27 @@ def run_scenarios(
     """
 
     def open_here(world_size: int) -> World:
-        return open_world(world, world_size, seed=seed, ray_address=ray_address, progress=on_progress)
+        return open_world(
+            world,
+            world_size,
+            seed=seed,
+            ray_address=ray_address,
+            placement=placement,
+            stacks=evidence.keep,
+            progress=on_progress,
+        )
 
     able, not_run = _split(scenarios, world, _gpus(ray_address))
     slot = _Slot(opener or open_here)
-    campaign = _Campaign(slot=slot, world=world, seed=seed, evidence=evidence, on_progress=on_progress, on_run=on_run)
+    campaign = _Campaign(
+        slot=slot,
+        world=world,
+        seed=seed,
+        schedule=schedule,
+        evidence=evidence,
+        on_progress=on_progress,
+        on_run=on_run,
+    )
     interrupted = campaign.run(able, fail_fast=fail_fast)
     why = "interrupted before it ended" if interrupted else "the run stopped before it (--fail-fast)"
     not_run += [NotRun(scenario=scenario, why=why) for scenario in able[len(campaign.runs) :]]
@@ -260,6 +299,7 @@ class _Campaign:
     slot: _Slot
     world: WorldName
     seed: int
+    schedule: str
     evidence: Evidence
     on_progress: Progress
     on_run: Callable[[Run], None]
@@ -290,10 +330,12 @@ class _Campaign:
     def _verdict(self, scenario: Scenario, title: str) -> Verdict:
         world = self._open(scenario.world_size)
         if isinstance(world, Exception):
-            record = _bare_record(make_plan(scenario, seed=self.seed), WORLD_NAMES[self.world], 0.0)
+            record = _bare_record(
+                make_plan(scenario, seed=self.seed, schedule=self.schedule), WORLD_NAMES[self.world], 0.0
+            )
             return _undecided(record, "its world could not be opened", world)
         self.on_progress(title)
-        return run_scenario(world, scenario, seed=self.seed, on_failure=self.slot.close)
+        return run_scenario(world, scenario, seed=self.seed, schedule=self.schedule, on_failure=self.slot.close)
 
     def _open(self, world_size: int) -> World | Exception:
         """The world of that size, or why there is none: it is tried once, and the first one must open."""

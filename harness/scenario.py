@@ -66,7 +66,9 @@ class Scenario:
         groups of four, "equal" all the same, "gaussian" random weights and states, "smollm2" trained ones.
     pad_fill: what the padding rows of the head hold.
     widths: columns per rank of an uneven, unpadded vocabulary; None shares the padded one equally.
-    selector, topk: names in harness.mutants.SELECTORS and harness.inject.TOPKS.
+    selector, topk: names in harness.mutants.SELECTORS or harness.timed.TIMED, and in harness.inject.TOPKS.
+    schedule: who runs when, as harness.schedules reads it, for what only some orders show; simulated ranks alone can
+        follow one. Empty: the world's own.
     """
 
     name: str
@@ -93,8 +95,15 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     expect: tuple[Expected, ...] = ()
     stall_after_s: float = 1.0
+    schedule: str = ""
 
     def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ScenarioError(f"{self.name}: world_size={self.world_size}: give 1 or more.")
+        if self.schedule and self.worlds != ("sim",):
+            raise ScenarioError(
+                f"{self.name}: schedule={self.schedule!r} needs worlds=('sim',): no other can follow it."
+            )
         for fault in self.faults:
             if not 0 <= fault.rank < self.world_size:
                 raise ScenarioError(

@@ -8,15 +8,31 @@ from tpbed.scenarios import (
     hang,
     healthy,
     lifecycle,
+    lifecycle_start,
     mismatch,
     quantized,
     real,
+    schedule,
     slow,
     ties,
 )
 
 CATALOGUE: dict[str, Scenario] = {}
-for _file in (hang, healthy, geometry, mismatch, divergence, ties, quantized, slow, lifecycle, checker, real):
+for _file in (
+    hang,
+    healthy,
+    geometry,
+    mismatch,
+    divergence,
+    ties,
+    quantized,
+    slow,
+    schedule,
+    lifecycle,
+    lifecycle_start,
+    checker,
+    real,
+):
     for _scenario in _file.SCENARIOS:
         if _scenario.name in CATALOGUE:
             raise ScenarioError(f"two scenarios are named {_scenario.name}: give one of them another name.")

@@ -21,6 +21,11 @@ class Story:
         self.events: list[Event] = [("group", "world", list(range(world_size)))]
         self.seqs: dict[str, int] = {}
 
+    def comes(self, *where: str) -> Story:
+        """On its way to the rendezvous; as yet in no group."""
+        self.events[0:1] = [("rendezvous", one) for one in ("outside", *where)]
+        return self
+
     def group(self, name: str, ranks: Sequence[int]) -> Story:
         self.events.append(("group", name, list(ranks)))
         return self
@@ -81,6 +86,13 @@ class Story:
         self.calls(done=False, **fields)  # type: ignore[arg-type]
         group = str(fields.get("group", "world"))
         self.events.append(("state", group, self.seqs[group], "failed", error, len(self.events)))
+        return self
+
+    def asks(self, op: str = "all_gather", **fields: object) -> Story:
+        """It issues a collective and asks in vain whether that is complete."""
+        self.calls(op, done=False, waited=False, **fields)  # type: ignore[arg-type]
+        group = str(fields.get("group", "world"))
+        self.events.append(("ask", group, self.seqs[group]))
         return self
 
     def decides(self, name: str, value: str, because: str = "it says so") -> Story:

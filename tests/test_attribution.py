@@ -1,5 +1,6 @@
 """What a rank says carries its name: log records, warnings, and the traceback of its end."""
 
+import _thread
 import contextlib
 import io
 import logging
@@ -24,7 +25,7 @@ def raises(rank):
 
 
 def interrupted(rank):
-    raise KeyboardInterrupt
+    _thread.interrupt_main()
 
 
 def killed(rank):
@@ -180,7 +181,7 @@ def test_an_error_that_a_rank_is_handling_is_not_another_ranks_context():
 def test_an_interrupt_says_in_which_rank_it_came():
     def program(rank):
         if rank == 1:
-            raise KeyboardInterrupt
+            _thread.interrupt_main()
 
     with pytest.raises(KeyboardInterrupt) as caught:
         SimulatedWorld(2).run(program)

@@ -13,6 +13,7 @@ from tpbed.harness.plan import make_plan
 from tpbed.harness.program import rank_program
 from tpbed.harness.record import RunRecord
 from tpbed.harness.scenario import KINDS
+from tpbed.harness.schedules import following
 from tpbed.harness.verdict import judge
 from tpbed.harness.worlds import open_world
 from tpbed.scenarios import CATALOGUE
@@ -24,7 +25,7 @@ SIMULATED = [scenario for scenario in CATALOGUE.values() if "sim" in scenario.wo
 def simulate(name: str, seed: int = 7) -> RunRecord:
     scenario = CATALOGUE[name]
     plan = make_plan(scenario, seed=seed)
-    with open_world("sim", scenario.world_size) as world:
+    with open_world("sim", scenario.world_size) as world, following(world, plan.schedule):
         return RunRecord.of(plan, world.run(rank_program(plan)), elapsed_s=0.0)
 
 

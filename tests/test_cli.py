@@ -135,6 +135,30 @@ def test_show_as_json(tpbed):
     assert json.loads(out)["worlds"] == ["sim", "gloo", "nccl"]
 
 
+@pytest.mark.parametrize("patterns", [["hang/*"], ["hang"], ["hang/one-rank-raises", "hang/unexpected"]])
+def test_show_tells_all_that_match(tpbed, patterns):
+    status, out, _ = tpbed("show", *patterns)
+    told = [block.splitlines()[0].split() for block in out.split("\n\n")]
+    assert (status, told) == (0, [["name", "hang/one-rank-raises"], ["name", "hang/unexpected"]])
+    assert len(tpbed("show", *patterns, "--json")[1].splitlines()) == 2
+
+
+CLOSES = """
+import os, sys
+from tpbed.harness.cli import main
+reads, writes = os.pipe()
+os.close(reads)
+os.dup2(writes, 1)
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["--help"], ["show", "hang"]])
+def test_a_reader_that_goes_away_is_met_with_silence(arguments):
+    ended = subprocess.run([sys.executable, "-c", CLOSES, *arguments], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize(
     ("names", "status", "counts"),
     [
@@ -300,7 +324,7 @@ def test_ctrl_c_before_anything_is_run(tpbed, monkeypatch):
         (["run", "never-fire"], "(near: doubt/never-fires)"),
         (["run", "hang", "zzzzzz"], "no scenario matches 'zzzzzz': `tpbed list` names all 5."),
         (["list", "zzzzzz"], "no scenario matches 'zzzzzz'"),
-        (["show", "hang"], "no scenario is called 'hang' (near: hang/*): `tpbed list` names all 5."),
+        (["show", "hagn"], "no scenario matches 'hagn' (near: hang/*): `tpbed list` names all 5."),
         (["run", "--tp", "5"], "no selected scenario has --tp 5: give one of 1, 4."),
         (["run", "hang", "--tp", "1"], "no selected scenario has --tp 1: give one of 4."),
         (["run", "--world", "mpi"], "unknown world 'mpi': give one of auto, sim, gloo, nccl."),
@@ -372,16 +396,22 @@ def test_fail_fast_stops_and_tells_what_was_not_run(tpbed):
     assert last(out).startswith("1 scenario: 0 passed, 1 failed, 0 undecided, 1 not run here")
 
 
-def test_the_address_of_a_cluster_and_the_seed_reach_the_world(tpbed, monkeypatch):
+def test_the_address_of_a_cluster_the_placement_and_the_seed_reach_the_world(tpbed, monkeypatch):
     seen = []
 
-    def open_world(choice, world_size, *, seed, ray_address, progress):
-        seen.append((choice, world_size, seed, ray_address))
+    def open_world(choice, world_size, *, seed, ray_address, placement, stacks, progress):
+        seen.append((choice, world_size, seed, ray_address, placement, stacks))
         return World(world_size)
 
     monkeypatch.setattr(runner, "open_world", open_world)
     tpbed("run", "hang", "--world", "nccl", "--ray-address", "10.0.0.1:6379", "--seed", 5)
-    assert seen == [("nccl", 4, 5, "10.0.0.1:6379")]
+    tpbed("run", "hang", "--world", "nccl", "--ray-address", "auto", "--placement", "spread", "--keep")
+    assert seen == [("nccl", 4, 5, "10.0.0.1:6379", "pack", False), ("nccl", 4, 0, "auto", "spread", True)]
+
+
+def test_an_unknown_placement_is_refused(tpbed):
+    status, _, err = tpbed("run", "--placement", "scatter")
+    assert status == 2 and "give one of pack, spread" in err
 
 
 def test_a_trouble_of_the_test_bed_is_told_and_no_pass(tpbed, monkeypatch):
@@ -428,3 +458,91 @@ def test_version_names_what_it_runs_on(tpbed):
         0,
         ["tpbed", "torch", "ray", "greenlet", "Python"],
     )
+    assert [" ".join(one) for one in json.loads(tpbed("version", "--json")[1]).items()] == out.splitlines()
+
+
+# Schedules.
+
+TIMED = """
+import torch
+import torch.distributed as dist
+
+def quiet(rank):
+    dist.barrier()
+
+def hasty(rank):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if work.is_completed():
+        dist.barrier()
+
+def overlaps(rank):
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+def lonely():
+    pass
+"""
+
+
+@pytest.fixture
+def timed(tpbed, tmp_path, monkeypatch):
+    """The name of a module with rank programs, in the working folder."""
+    (tmp_path / "timed_programs.py").write_text(TIMED)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "timed_programs"
+    sys.modules.pop("timed_programs", None)
+
+
+def test_explore_tells_that_all_schedules_are_free_or_the_shortest_that_is_not(tpbed, timed):
+    status, out, _ = tpbed("explore", f"{timed}:quiet", "--tp", 3)
+    assert (status, out) == (
+        0,
+        "all 36 schedules at TP=3 are free of hangs and other findings (1 run stands for them)\n",
+    )
+    status, out, _ = tpbed("explore", f"{timed}:hasty")
+    assert (status, last(out)) == (1, "again     tpbed explore timed_programs:hasty --tp 2 --schedule 0,0")
+    replayed, told, _ = tpbed(*last(out).split()[2:])
+    assert (replayed, last(told)) == (1, last(out))
+    assert tpbed("explore", f"{timed}:hasty", "--schedule", "round-robin")[0] == 0
+
+
+def test_explore_without_an_answer_ends_with_3_and_what_was_found_outweighs_it(tpbed, timed):
+    status, out, _ = tpbed("explore", f"{timed}:overlaps", "--max-runs", 1)
+    assert (status, out[:10]) == (3, "undecided:")
+    assert tpbed("explore", f"{timed}:overlaps", f"{timed}:hasty", "--max-runs", 1)[0] == 1
+    assert [tpbed("explore", f"{timed}:{name}", "--random", 50)[0] for name in ("overlaps", "hasty")] == [0, 1]
+
+
+def test_explore_as_json_has_what_replays(tpbed, timed):
+    told = json.loads(tpbed("explore", f"{timed}:hasty", "--json")[1])
+    assert (told["answer"], told["orders"], told["schedule"], told["findings"][0]["ranks"]) == ("found", 6, "0,0", [0])
+    assert told["again"] == "tpbed explore timed_programs:hasty --tp 2 --schedule 0,0"
+
+
+def test_explore_takes_scenarios_too(tpbed, catalogue):
+    status, out, _ = tpbed("explore", SMALL.name)
+    assert (status, out.partition(" are ")[0]) == (0, "all 1 schedules at TP=1")
+    status, out, _ = tpbed("explore", PASSES.name)
+    assert (status, last(out)) == (1, f"again     tpbed run {PASSES.name} --schedule round-robin")
+
+
+@pytest.mark.parametrize("target", ["no_such_module:f", "timed_programs:f", "timed_programs:lonely", "no/scenario"])
+def test_what_cannot_be_explored_is_told_in_one_line(tpbed, timed, target):
+    status, _, err = tpbed("explore", target)
+    assert status == 2 and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("world", ["gloo", "nccl"])
+def test_only_simulated_ranks_follow_a_schedule(tpbed, world):
+    status, _, err = tpbed("run", "hang", "--world", world, "--schedule", "0,1")
+    assert status == 2 and f"who runs next in --world {world}" in err
+    assert tpbed("run", "hang", "--schedule", "zero")[0] == 2
+
+
+def test_run_follows_a_schedule_in_the_simulated_world(tpbed, catalogue, monkeypatch):
+    from tpbed.harness.worlds import open_world
+
+    monkeypatch.setattr(runner, "open_world", open_world)
+    status, out, _ = tpbed("run", FAILS.name, "--schedule", "seed:4", "--json")
+    told = json.loads(out.splitlines()[0])
+    assert (status, told["world"], told["schedule"]) == (1, "sim", "seed:4")
+    assert told["again"] == f"tpbed run {FAILS.name} --seed 0 --world sim --schedule seed:4"

@@ -9,6 +9,7 @@ from ledgers import STALLED, STOPPED, Story, tell
 
 from tpbed.harness.diagnose import diagnose
 from tpbed.harness.findings import Finding, name_ranks
+from tpbed.tp.ledger import END_FIELDS, End
 from tpbed.tp.stuck import find_stuck
 
 
@@ -91,6 +92,96 @@ def test_ranks_that_wait_for_each_other_are_a_circle_without_a_single_culprit():
     assert find_stuck(ledgers, liveness) == {0, 1}
     finding = only(*stories)
     assert (finding.kind, finding.ranks) == ("hang", (0, 1)) and "circle" in finding.text
+
+
+def in_groups(rank, size=4, **groups):
+    story = Story(rank, size)
+    for name, members in groups.items():
+        if rank in members:
+            story.group(name, members)
+    return story
+
+
+def test_a_bystander_for_whom_nobody_waits_is_not_at_fault_in_a_circle():
+    groups = {"a": (0, 1), "b": (0, 1), "c": (2, 3), "d": (1, 2)}
+    waits = "abdc"  # ranks 0 and 1 for each other, rank 2 for rank 1, rank 3 for rank 2
+    finding = only(*(in_groups(rank, **groups).waits(group=waits[rank]) for rank in range(4)))
+    assert (finding.ranks, [cause.rank for cause in finding.causes]) == ((0, 1), [0, 1])
+    assert finding.waiting_ranks == (0, 1, 2, 3)
+    assert finding.text.endswith(
+        "rank 0 in all_gather seq 1 of group a (ranks 0, 1); rank 1 in all_gather seq 1 of group b (ranks 0, 1)"
+    )
+
+
+@pytest.mark.parametrize("skipper", [0, 1, 3])
+def test_a_skip_that_ends_in_a_circle_is_blamed_on_the_rank_that_skipped(skipper):
+    groups = {"a": (0, 1), "b": (2, 3)}
+
+    def story(rank):
+        partner, own = rank ^ 1, "a" if rank < 2 else "b"
+        begun = (
+            in_groups(rank, **groups).calls(group=own, site="tp.py:1 reduce").calls("barrier", site="loop.py:9 step")
+        )
+        if rank == skipper:
+            return begun.waits("barrier", site="loop.py:9 step")
+        if partner == skipper:
+            return begun.waits(group=own, site="tp.py:1 reduce")
+        return begun.calls(group=own, site="tp.py:1 reduce").waits("barrier", site="loop.py:9 step")
+
+    finding = only(*map(story, range(4)))
+    assert (finding.kind, finding.ranks) == ("hang", (skipper,)) and "in a circle" in finding.text
+    assert "call all_gather at tp.py:1 reduce, and it calls barrier seq 2 of group world" in finding.causes[0].text
+
+
+def test_a_call_that_only_two_ranks_could_make_tells_nothing_of_who_left_the_order():
+    stories = [in_groups(rank, a=(0, 1)) for rank in range(4)]
+    late = [story.waits("barrier", site="loop.py:9 step") for story in stories[1:]]
+    assert only(stories[0].waits(group="a", site="tp.py:1 reduce"), *late).ranks == (0, 1)
+
+
+def test_who_asks_for_ever_waits_for_the_rank_that_left():
+    asking = {rank: STALLED for rank in range(3)}
+    finding = only(*(Story(rank).calls().asks() for rank in range(3)), Story(3).calls().returns(), frozen=asking)
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (3,), 2)
+    assert finding.waiting_ranks == (0, 1, 2)
+
+
+def test_who_asks_for_what_is_complete_elsewhere_and_then_stalls_is_at_fault_itself():
+    stories = [Story(0, 2).asks(), Story(1, 2).calls().waits()]
+    assert only(*stories, frozen={0: STALLED}).ranks == (0,)
+
+
+def test_who_asked_and_then_waits_elsewhere_is_where_it_waits():
+    finding = only(Story(0, 2).asks().waits("barrier"), Story(1, 2).calls().returns())
+    assert (finding.kind, finding.ranks, finding.op) == ("hang", (1,), "barrier")
+
+
+def test_a_wait_that_timed_out_is_the_fault_of_the_rank_that_never_came():
+    gave_up = [Story(rank).fails("RuntimeError: Operation timed out!").raises("RuntimeError") for rank in range(3)]
+    finding = only(*gave_up, Story(3).returns())
+    assert (finding.kind, finding.ranks, finding.waiting_ranks) == ("hang", (3,), (0, 1, 2))
+
+
+def test_a_wait_that_timed_out_is_at_fault_where_the_peer_came_later_and_waits():
+    finding = only(Story(0, 2).fails("RuntimeError: Operation timed out!").raises("RuntimeError"), Story(1, 2).waits())
+    assert (finding.kind, finding.ranks, finding.waiting_ranks) == ("hang", (0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (End(how="killed", signal=9, message="killed by SIGKILL"), "was killed by SIGKILL before any collective"),
+        (
+            End(how="exited", exit_code=3, message="exited with status 3"),
+            "left with exit status 3 before any collective",
+        ),
+        (End(how="killed", signal=9, message="node lost"), "was killed by SIGKILL before any collective: node lost"),
+    ],
+)
+def test_how_a_rank_died_is_not_told_twice(end, told):
+    stories = [Story(0, 2).waits(), Story(1, 2)]
+    stories[1].events.append(("end", *(getattr(end, name) for name in END_FIELDS)))
+    assert only(*stories).causes[0].text == f"rank 1 {told}"
 
 
 @pytest.mark.parametrize(("seen", "told"), [(STALLED, "in top-k"), (STOPPED, "is stopped")])
@@ -356,3 +447,54 @@ def test_what_ranks_call_in_groups_that_are_not_the_same_is_not_compared():
     alone = Story(0, 2).group("1", (0,)).calls("barrier", group="1").returns()
     finding = only(alone, Story(1, 2).group("1", (0, 1)).waits("all_reduce", group="1"))
     assert (finding.op, finding.ranks) == ("new_group", (0, 1))
+
+
+# The group is not formed
+
+
+@pytest.mark.parametrize("end", ["raises", "dies", "exits"])
+def test_a_rank_that_ends_before_the_group_is_formed_is_named_and_not_those_that_wait_for_it(end):
+    waiting = [Story(rank).comes("arrived") for rank in (0, 2, 3)]
+    finding = only(*in_order(getattr(Story(1).comes(), end)(), *waiting), frozen={r: STALLED for r in (0, 2, 3)})
+    assert (finding.kind, finding.ranks, finding.waiting_ranks) == ("init_fail", (1,), (0, 2, 3))
+    assert "before the group was formed" in finding.causes[0].text
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"), [(STALLED, "is alive and does not come"), (STOPPED, "is stopped and does not")]
+)
+def test_a_rank_that_does_not_come_is_named_and_not_those_that_wait_for_it(seen, told):
+    stories = [Story(rank).comes("arrived") for rank in range(3)]
+    finding = only(*stories, Story(3).comes(), frozen={0: STALLED, 1: STALLED, 2: STALLED, 3: seen})
+    assert (finding.kind, finding.ranks) == ("init_fail", (3,)) and told in finding.causes[0].text
+
+
+def test_ranks_that_the_transport_threw_out_of_the_forming_are_not_named():
+    thrown = [Story(rank).comes("arrived").raises("RuntimeError", "Connection closed by peer") for rank in range(3)]
+    assert only(*thrown, Story(3).comes("arrived").dies()).ranks == (3,)
+
+
+def test_a_rank_that_cannot_reach_the_store_is_named_whatever_its_error_says():
+    alone = Story(0).comes().raises("DistNetworkError", "Connection refused")
+    assert only(alone, *(Story(rank).comes("arrived") for rank in (1, 2, 3))).ranks == (0,)
+
+
+def test_ranks_that_all_end_alike_before_a_group_are_a_clean_stop():
+    assert only(*(Story(rank).comes().raises("ImportError") for rank in range(4))).kind == "crash_all"
+
+
+def test_ranks_that_all_came_and_formed_no_group_are_all_named():
+    finding = only(*(Story(rank, 2).comes("arrived") for rank in range(2)), frozen={0: STALLED, 1: STALLED})
+    assert (finding.kind, finding.ranks) == ("init_fail", (0, 1))
+
+
+def test_a_rank_that_cannot_load_a_program_for_a_group_that_is_there_leaves_its_peers_in_a_hang():
+    lost = Story(1)
+    lost.events.clear()
+    finding = only(*in_order(lost.raises("ImportError"), *waiters(1, before=0)))
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (1,), 1)
+
+
+def test_a_rank_of_which_the_last_is_not_known_is_in_the_group_that_its_peers_use():
+    finding = only(*in_order(Story(2).comes("arrived").dies(), *waiters(2, before=0)))
+    assert (finding.kind, finding.ranks, finding.seq) == ("hang", (2,), 1)

@@ -137,6 +137,12 @@ def test_flashinfer_is_told_with_its_version(monkeypatch):
     assert (fact("flashinfer").found, fact("flashinfer").state) == ("0.6.0", "ok")
 
 
+@pytest.mark.parametrize(("there", "state"), [("/opt/bin/py-spy", "ok"), (None, "note")])
+def test_py_spy_is_told_and_limits_no_world(monkeypatch, there, state):
+    monkeypatch.setattr(doctor, "find_py_spy", lambda: there)
+    assert (fact("py-spy").state, fact("py-spy").limits) == (state, {})
+
+
 def test_a_ray_cluster_makes_memory_here_no_matter(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert "RAY_ADDRESS=10.0.0.1:6379" in fact("Ray").found

@@ -1,5 +1,6 @@
 """What a simulated rank sets is its own: peers do not see it, it finds it again, and the caller gets its own back."""
 
+import _thread
 import contextlib
 import contextvars
 import ctypes
@@ -311,7 +312,7 @@ def raises(rank):
 
 
 def interrupted(rank):
-    raise KeyboardInterrupt
+    _thread.interrupt_main()
 
 
 def killed(rank):

@@ -60,7 +60,8 @@ def test_the_page_of_the_simulated_world_is_code_and_what_it_prints_in_turn():
 def test_the_example_of_the_readme_fails_with_the_explanation_that_it_shows(pytester, monkeypatch, code, said):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeini("[pytest]\n")
-    pytester.mkdir("tests").joinpath("test_topk.py").write_text(code, encoding="utf-8")
+    name = re.search(r"tests/(test_\w+\.py)", said)[1]
+    pytester.mkdir("tests").joinpath(name).write_text(code, encoding="utf-8")
     outcome = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist")
     outcome.assert_outcomes(failed=1)
     shown = [line.removeprefix("E ").strip() for line in outcome.outlines]

@@ -175,14 +175,63 @@ def test_hypothesis_on_a_marked_test_is_refused_and_the_fixture_serves_it(sessio
 
 
 @pytest.mark.parametrize(
-    ("mark", "told"), [("tp(0)", "world_size=0"), ("tp()", "None"), ("tp(2, world='mars')", "mars")]
+    ("mark", "told"),
+    [
+        ("tp(0)", "world_size=0: give a number of ranks"),
+        ("tp()", "was given no world_size"),
+        ("tp(True)", "world_size=True"),
+        ("tp(2.0)", "world_size=2.0"),
+        ("tp('2')", "world_size='2'"),
+        ("tp([])", "world_size=??:"),
+        ("tp([2, 0])", "world_size=?2, 0?"),
+        ("tp(2, world='mars')", "world='mars': give one of sim, gloo, nccl"),
+        ("tp(2, word='gloo')", "word='gloo', which it does not know"),
+        ("tp(2, 'gloo')", "2, 'gloo': give all but the world size by name"),
+        ("tp(2, world_size=4)", "world_size twice"),
+        ("tp(2, stall_after_s=0)", "stall_after_s=0: give seconds"),
+        ("tp(2, stall_after_s='1')", "stall_after_s='1'"),
+        ("tp(2, stall_after_s=float('inf'))", "stall_after_s=inf"),
+    ],
 )
-def test_a_mark_that_says_nothing_sensible_is_refused(session, mark, told):
+def test_a_mark_that_says_nothing_sensible_stops_the_collection_with_file_and_test(session, mark, told):
     outcome = run(session, f"import pytest\n\n@pytest.mark.{mark}\ndef test_it(rank):\n    pass\n")
-    assert outcome.ret != 0
-    outcome.stdout.fnmatch_lines([f"*{told}*"]) if told in outcome.stdout.str() else outcome.stderr.fnmatch_lines(
-        [f"*{told}*"]
+    assert outcome.ret == pytest.ExitCode.INTERRUPTED
+    outcome.stdout.fnmatch_lines([f"*.py::test_it: @pytest.mark.tp *{told}*It takes tp(world_size, *"])
+    outcome.stdout.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.parametrize("ask", ["rank", "request"])
+def test_a_fixture_that_asks_for_the_rank_is_refused(session, ask):
+    outcome = run(
+        session,
+        f"""
+        import pytest
+
+        @pytest.fixture
+        def width({ask}):
+            return {"rank" if ask == "rank" else "request.getfixturevalue('rank')"}
+
+        @pytest.mark.tp(2)
+        def test_it(width{", rank" if ask == "rank" else ""}):
+            pass
+        """,
     )
+    outcome.assert_outcomes(errors=1)
+    outcome.stdout.fnmatch_lines(["*::test_it: *asks for `rank`, but fixtures run once for all ranks*"])
+
+
+@pytest.mark.parametrize("outcome", ["fail", "skip"])
+def test_what_pytest_raises_on_a_rank_is_where_the_test_says_so(session, outcome):
+    source = f"import pytest\n\n@pytest.mark.tp(2)\ndef test_it(rank):\n    if rank:\n        pytest.{outcome}('no')\n"
+    session.makepyfile(test_a=source)
+    failed = run(session, "")
+    failed.stdout.fnmatch_lines(["*cause rank 1 raised * before any collective: no*", "  1 *.py:6 test_it"])
+
+
+def test_the_short_summary_says_which_rank_did_what(session, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    outcome = run(session, MANY)
+    outcome.stdout.fnmatch_lines(["FAILED *::test_hang - Failed: hang: rank 2 raised*"])
 
 
 def test_rank_without_the_mark_is_refused(session):
@@ -206,3 +255,43 @@ def test_this_session_runs_on_ranks_too(rank, world_size):
     parts = [torch.empty(1) for _ in range(world_size)]
     dist.all_gather(parts, torch.full((1,), float(rank)))
     assert [part.item() for part in parts] == list(range(world_size))
+
+
+TIMED = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.tp(2{})
+    def test_it(rank):
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if work.is_completed():
+            dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "arguments", "told"),
+    [
+        (
+            ", schedules='all'",
+            [],
+            "*schedule=\"0,0\" instead of *, or pytest '*::test_it' --tp-schedule 0,0",
+        ),
+        (", schedules=50", [], "*--tp-schedule seed:*"),
+        (", schedule='0,0'", [], "*barrier seq 2*waits for rank 0*"),
+        ("", ["--tp-schedule", "0,0"], "*barrier seq 2*waits for rank 0*"),
+        (", schedules='all'", ["--tp-schedule", "0,0"], "*barrier seq 2*waits for rank 0*"),
+        (", schedules='all'", ["--tp-world", "gloo"], "*--tp-schedule 0,0"),
+    ],
+)
+def test_what_only_some_schedules_show_fails_with_the_one_that_does(session, asked, arguments, told):
+    outcome = run(session, TIMED.format(asked), *arguments)
+    outcome.assert_outcomes(failed=1)
+    outcome.stdout.fnmatch_lines([told])
+
+
+def test_a_search_that_finds_nothing_passes_and_so_does_the_usual_order(session):
+    run(session, TIMED.format("")).assert_outcomes(passed=1)
+    quiet = TIMED.format(", schedules='all'").replace("if work.is_completed():", "if work.wait():")
+    run(session, quiet).assert_outcomes(passed=1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+from pydantic import TypeAdapter
 from test_catalogue import simulate
 
-from tpbed.harness.faults import Raise
-from tpbed.harness.plan import make_plan
+from tpbed.harness.faults import Fault, Raise, describe
+from tpbed.harness.plan import Plan, make_plan
 from tpbed.harness.record import RecordError, load_record, save_record
 from tpbed.harness.scenario import Scenario, ScenarioError
 from tpbed.harness.verdict import judge
@@ -27,7 +29,14 @@ def test_scenarios_of_the_same_seed_draw_for_themselves():
 
 
 @pytest.mark.parametrize(
-    "name", ["hang/crop-tail-rank", "mismatch/local-fast-path", "ties/nan-marks-its-row", "lifecycle/killed-rank"]
+    "name",
+    [
+        "hang/crop-tail-rank",
+        "mismatch/local-fast-path",
+        "ties/nan-marks-its-row",
+        "lifecycle/killed-rank",
+        "lifecycle/segfault",
+    ],
 )
 def test_a_record_from_its_file_is_the_record_and_is_judged_alike(name, tmp_path):
     record = simulate(name)
@@ -54,6 +63,52 @@ def test_json_that_is_no_record_is_refused_with_the_place(text, tmp_path):
         load_record(tmp_path / "record.json")
 
 
+def drop_a_ledger(record):
+    record["ledgers"].pop(1)
+
+
+def drop_liveness(record):
+    record["liveness"] = []
+
+
+def swap_ledgers(record):
+    record["ledgers"].reverse()
+
+
+def shrink_the_world(record):
+    record["plan"]["scenario"]["world_size"] = -3
+
+
+def resize_a_ledger(record):
+    record["ledgers"][0]["world_size"] = 7
+
+
+def name_a_stranger(record):
+    record["ledgers"][0]["groups"]["pair"] = [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (drop_a_ledger, "the ledgers of 0, 2, 3, and world_size=4 needs one of each rank"),
+        (drop_liveness, "the liveness of 0 ranks, and world_size=4 needs that of each rank"),
+        (swap_ledgers, "the ledgers of 3, 2, 1, 0"),
+        (shrink_the_world, "world_size=-3: give 1 or more"),
+        (resize_a_ledger, "ranks that world_size=4 does not have"),
+        (name_a_stranger, "ranks that world_size=4 does not have"),
+    ],
+)
+def test_a_record_in_which_something_is_missing_or_impossible_is_refused(spoil, told, tmp_path):
+    path = tmp_path / "record.json"
+    save_record(simulate("hang/one-rank-raises"), path)
+    record = json.loads(path.read_text())
+    spoil(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(RecordError, match=told) as caught:
+        load_record(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(RecordError, match="cannot read"):
         load_record(tmp_path / "none.json")
@@ -63,6 +118,17 @@ def test_a_record_is_json_that_other_tools_can_read(tmp_path):
     save_record(simulate("hang/one-rank-raises"), tmp_path / "record.json")
     stored = json.loads((tmp_path / "record.json").read_text())
     assert stored["ledgers"][2]["end"]["error_type"] == "InjectedError"
+
+
+@pytest.mark.parametrize("name", [scenario.name for scenario in CATALOGUE.values() if scenario.faults])
+def test_a_plan_with_faults_survives_json(name):
+    plan, plans = make_plan(CATALOGUE[name], seed=7), TypeAdapter(Plan)
+    assert plans.validate_json(plans.dump_json(plan)) == plan
+
+
+def test_every_fault_is_in_the_catalogue_and_shown_as_it_is_called():
+    used = {fault.kind: describe(fault).split()[0] for one in CATALOGUE.values() for fault in one.faults}
+    assert used == {kind: kind for kind in used} and len(used) == len(get_args(Fault))
 
 
 def test_a_fault_on_a_rank_that_is_not_there_is_refused():

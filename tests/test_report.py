@@ -10,7 +10,7 @@ from records import ONE_RAISES, RAISED, RETURNED, collective, ledger, one_raises
 
 from tpbed.harness.faults import Kill
 from tpbed.harness.findings import Cause, Finding
-from tpbed.harness.report import WIDTH, again, describe_expected, positions, render, row, to_json, to_junit
+from tpbed.harness.report import WIDTH, again, describe_expected, headline, positions, render, row, to_json, to_junit
 from tpbed.harness.scenario import Expected
 from tpbed.harness.verdict import Verdict, judge
 from tpbed.tp.ledger import End, Mark
@@ -140,11 +140,28 @@ def test_long_texts_are_cut_visibly_in_a_pass():
     assert lines[-1].endswith(" ...")
 
 
-def test_causes_beyond_the_first_are_counted_in_a_pass_and_told_in_a_failure():
-    causes = tuple(Cause(rank=rank, text=f"rank {rank} left") for rank in range(3))
-    finding = Finding(kind="hang", ranks=(0, 1, 2), text="x", causes=causes)
-    assert lines_of(render(verdict_of(finding, status="PASS")), "cause") == ["cause rank 0 left; and 2 more"]
-    assert lines_of(render(verdict_of(finding)), "cause") == [f"cause rank {rank} left" for rank in range(3)]
+def finding_of(*texts):
+    causes = tuple(Cause(rank=rank, text=f"rank {rank} {text}") for rank, text in enumerate(texts))
+    return Finding(kind="hang", ranks=tuple(range(len(texts))), text="x", causes=causes)
+
+
+@pytest.mark.parametrize("status", ["PASS", "FAIL"])
+def test_ranks_that_did_alike_are_one_cause_and_another_culprit_is_told(status):
+    report = render(verdict_of(finding_of("left", "left", "raised it", "left"), status=status))
+    assert lines_of(report, "cause") == ["cause rank 0 left; ranks 1, 3 alike", "cause rank 2 raised it"]
+
+
+def test_causes_beyond_the_second_are_named_by_rank_in_a_pass_and_told_in_a_failure():
+    finding = finding_of(*"abcde")
+    assert lines_of(render(verdict_of(finding, status="PASS")), "cause")[2:] == ["cause and of ranks 2-4"]
+    assert lines_of(render(verdict_of(finding)), "cause") == [f"cause rank {rank} {'abcde'[rank]}" for rank in range(5)]
+
+
+def test_a_headline_is_one_line_that_begins_with_what_and_who():
+    one, two = finding_of("raised\n it"), finding_of("left", "raised it")
+    assert headline([one]) == "hang: rank 0 raised it"
+    assert headline([two, one]) == "hang of ranks 0, 1 (and 1 more): rank 0 left"
+    assert headline([replace(one, causes=())]) == "hang: x"
 
 
 def test_the_site_of_a_cause_is_not_told_twice():
@@ -176,6 +193,12 @@ def test_where_a_rank_is(rank, seen, now, at):
     assert positions(run) == {("all_gather seq 6", now, at): (0,)}
 
 
+def test_a_rank_is_where_its_own_code_is_and_not_where_the_test_bed_is():
+    liveness = Liveness(state="stalled", frames=("tp/recording.py:44 is_completed", "a.py:1 f"))
+    run = record(unlike(ONE_RAISES, world_size=1, faults=()), [ledger(0)], liveness=(liveness,))
+    assert next(iter(positions(run)))[2] == "a.py:1 f"
+
+
 def test_a_rank_that_completed_nothing_is_told_so():
     run = record(unlike(ONE_RAISES, world_size=1, faults=()), [ledger(0, completed=0, world_size=1)])
     assert next(iter(positions(run)))[0] == "none"
@@ -188,9 +211,13 @@ def test_the_last_completed_collective_is_the_last_that_the_rank_issued():
 
 
 def test_the_group_is_named_where_there_are_several():
-    groups = {"world": (0,), "pair": (0,)}
+    groups = {"world": (0,), "pair": (0, 1)}
     run = record(unlike(ONE_RAISES, world_size=1, faults=()), [ledger(0, waiting=True, groups=groups)])
     assert next(iter(positions(run)))[:2] == ("all_gather seq 6 of world", "waiting in all_gather 7 of world")
+    issued = (collective(1, group="pair"), collective(2, "started", group="pair"))
+    run = replace(run, ledgers=(replace(run.ledgers[0], collectives=issued),))
+    place = "all_gather seq 1 of pair (ranks 0, 1)", "waiting in all_gather 2 of pair (ranks 0, 1)"
+    assert next(iter(positions(run)))[:2] == place
 
 
 def test_only_ranks_in_the_same_position_are_folded():

@@ -9,6 +9,7 @@ from tpbed.tp.blackbox import end_event, format_event
 from tpbed.tp.reading import Reading, Threads
 from tpbed.tp.run_watch import FORM_S, RunWatch
 
+OUTSIDE, ARRIVED = ("rendezvous", "outside"), ("rendezvous", "arrived")
 GROUP = ("group", "world", [0, 1])
 
 
@@ -200,11 +201,54 @@ def test_forming_the_group_is_no_stall_but_has_an_end():
 
 
 def test_ranks_that_cannot_form_the_group_without_one_that_died_are_stuck(bench):
-    bench.read(0)
+    bench.read(0, ARRIVED)
     bench.read(1, end("killed"), ended=True)
     bench.judge()
     assert bench.judge(0.03)
     assert bench.watch.stuck == (0,) and "rank 1 missing" in bench.watch.liveness({})[0].detail
+
+
+def test_a_rank_that_could_come_and_does_not_is_missing_at_the_deadline():
+    bench = Bench(stall_after_s=1.0)
+    bench.read(0, OUTSIDE, ARRIVED)
+    bench.read(1, OUTSIDE)
+    assert not bench.judge(0.9) and not bench.judge(0.2) and bench.judge()
+    assert [look.state for look in bench.watch.liveness({})] == ["stalled", "stalled"]
+    assert "rank 1 missing" in bench.watch.liveness({})[0].detail and bench.watch.stuck == (0, 1)
+
+
+def test_a_stopped_rank_is_missing_at_the_deadline_however_far_it_has_come():
+    bench = Bench(stall_after_s=1.0)
+    bench.read(0, OUTSIDE, ARRIVED)
+    bench.read(1, stopped=True)
+    assert not bench.judge(0.9) and not bench.judge(0.2) and bench.judge()
+    assert [look.state for look in bench.watch.liveness({})] == ["stalled", "stopped"]
+
+
+@pytest.mark.parametrize("events", [(), (OUTSIDE, ARRIVED)])
+def test_a_rank_that_loads_its_program_or_connects_is_waited_for_much_longer(events):
+    bench = Bench(stall_after_s=1.0)
+    bench.read(0, OUTSIDE, ARRIVED)
+    bench.read(1, *events)
+    assert not bench.judge(FORM_S - 1) and not bench.judge(2) and bench.judge()
+
+
+def test_a_rank_that_still_loads_its_program_may_end_like_the_one_that_did(bench):
+    bench.read(0)
+    bench.read(1, end(), ended=True)
+    assert not any(bench.judge() for _ in range(5))
+
+
+def test_ranks_of_which_one_is_stopped_inside_a_collective_are_not_stuck_before_the_deadline():
+    bench = Bench(stall_after_s=5.0)
+    for rank in (0, 1):
+        bench.read(rank, GROUP, joined(1))
+    began = bench.now
+    while not bench.judge(0.02):
+        bench.read(0, threads=threads())
+        bench.read(1, threads=threads(), stopped=True)
+    assert bench.now - began >= 5.0
+    assert [look.state for look in bench.watch.liveness({})] == ["running", "stopped"]
 
 
 def test_looks_get_rarer_and_come_at_once_after_an_end(bench):

@@ -20,7 +20,7 @@ from tpbed.harness.runner import (
     run_scenarios,
 )
 from tpbed.harness.verdict import Verdict, judge
-from tpbed.tp.world import WorldRun
+from tpbed.tp.world import Liveness, WorldRun
 
 PASSES = unlike(ONE_RAISES, name="a/passes")
 FAILS = unlike(ONE_RAISES, name="a/fails", expect=())
@@ -284,6 +284,27 @@ def test_all_records_are_saved_where_they_are_to_be_kept(tmp_path):
     record = load_record(passed.evidence)
     assert judge(record) == passed.verdict
     assert "evidence  " in passed.evidence.with_name("report.txt").read_text()
+
+
+def test_the_stacks_of_ranks_that_did_not_end_lie_beside_the_record_native_if_they_were_read(tmp_path):
+    looks = (Liveness(state="running", frames=("a.py:1 f", "a.py:9 main"), stack="read (libc.so.6)\n"),)
+    looks += (Liveness(state="running", frames=("a.py:2 g",)), Liveness(state="running"), Liveness(state="ended"))
+    verdict = judge(one_raises(liveness=looks))
+    path = Evidence(out=tmp_path, keep=True).save(verdict)
+    stacks = path.with_name("stacks")
+    assert {file.name: file.read_text() for file in stacks.iterdir()} == {
+        "rank-0.txt": "read (libc.so.6)\n",
+        "rank-1.txt": "a.py:2 g\n",
+    }
+    assert f"{stacks}/" in path.with_name("report.txt").read_text().replace("\n", "")
+    assert load_record(path).liveness == looks
+
+
+def test_stacks_of_an_earlier_run_do_not_stay_beside_a_later_record(tmp_path):
+    keeper = Evidence(out=tmp_path, keep=True)
+    path = keeper.save(judge(one_raises(liveness=(Liveness(state="running", stack="old"),) * 4)))
+    keeper.save(judge(one_raises()))
+    assert not path.with_name("stacks").exists()
 
 
 def test_nothing_is_saved_without_a_folder():

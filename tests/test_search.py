@@ -1,5 +1,6 @@
 """The search of schedules: how many orders it finds, that leaving some out loses no outcome, and what it says."""
 
+import _thread
 import contextlib
 import time
 from datetime import timedelta
@@ -68,13 +69,14 @@ def gives_up(rank):
         (barriers(2), 3, 1, 1, 6**3),
         (overlaps(1), 2, 2, 1, 2 * 2),
         (overlaps(2), 3, 6**2, 1, 6**3),  # who comes last moves the data
-        (asks, 2, 2, 2, 2),
+        (asks, 2, 4, 3, 4),  # the first asks again before the other comes or after it, or not at all
     ],
 )
 def test_the_number_of_orders(program, size, reduced, trusted, all_orders):
     found = [explore(program, size), explore(program, size, trust_overlap=True), explore(program, size, reduce=False)]
     assert [each.schedules for each in found] == [reduced, trusted, all_orders]
     assert [(each.pruned, each.complete, each.bad) for each in found] == [(0, True, None)] * 3
+    assert [each.orders for each in found] == [all_orders, None, all_orders]  # for so many the runs stand
 
 
 @pytest.mark.parametrize(("program", "size"), [(barriers(5), 16), (pairs, 4)])
@@ -158,6 +160,7 @@ def loses_nothing(scripts, **options):
     if not unreduced.complete:
         return True  # nothing to compare with
     some, reduced = outcomes(scripts, **options)
+    assert reduced.orders in (unreduced.schedules, None if options else unreduced.schedules)
     return some == every and reduced.complete and reduced.schedules <= unreduced.schedules
 
 
@@ -184,6 +187,12 @@ SCRIPTS = scripts_of_ranks() | st.lists(st.lists(st.sampled_from(STEPS), max_siz
 @example([["issue", "ask", "skip", "world"], ["issue", "wait", "world"]])
 @example([["issue", "write", "wait", "read"], ["issue", "wait", "read"]])
 @example([["issue", "pair", "read"], ["pair"], ["issue"]])
+@example([[], ["world"]])  # the last step of a run
+@example(
+    [["issue", "world", "ask"], ["issue", "world"], ["issue", "world", "wait"]]
+)  # steps while nobody else can go on
+@example([["issue", "ask", "ask", "ask"], ["issue"]])  # held back
+@example([["issue", "ask", "ask", "ask"], ["raise"]])  # held back until nobody else can go on
 def test_leaving_out_equivalent_schedules_loses_no_outcome(scripts):
     assert loses_nothing(scripts)
 
@@ -214,10 +223,10 @@ def every_wait_an_answer(self, rank, events):
 MUTANTS = {
     "what is watched does not count": (Touch, "meets", nothing_watched),
     "nothing counts": (Touch, "meets", lambda self, other: False),
-    "a question does not count": (SearchedRun, "poll", lambda self, owner: SimulatedRun.poll(self, owner)),
+    "a question does not count": (SearchedRun, "poll", SimulatedRun.poll),
     "a time-out does not count": (SearchedRun, "wait_for", SimulatedRun.wait_for),
     "what sleeps never wakes": (search._Tree, "_still_asleep", never_awake),
-    "no race is reversed": (search._Tree, "_want_reversals", lambda self, steps: None),
+    "no race is reversed": (search._Tree, "_want_reversals", lambda self, steps: []),
     "a question that was in vain is answered": (_Notes, "note_wait", every_wait_an_answer),
 }
 NOTE = _Notes._note
@@ -225,7 +234,7 @@ NOTE = _Notes._note
 
 def overlooks_an_answer(self, event, **options):
     NOTE(self, event, **options)
-    self.looked = False
+    return self.open
 
 
 LOST = [  # at least one of these loses outcomes under each mutant
@@ -250,11 +259,13 @@ def test_a_reduction_that_leaves_out_too_much_loses_some(mutant, monkeypatch):
     assert [outcomes(scripts)[0] for scripts in LOST] != every
 
 
-def test_an_answer_counts_where_overlaps_are_trusted(monkeypatch):
+@pytest.mark.parametrize("mutant", [("_note", overlooks_an_answer), ("look", lambda self, patience: None)])
+def test_an_answer_counts_where_overlaps_are_trusted(mutant, monkeypatch):
     scripts = [["issue"], ["issue"], ["issue", "ask"]]
-    assert loses_nothing(scripts, trust_overlap=True)
-    monkeypatch.setattr(_Notes, "_note", overlooks_an_answer)
-    assert not loses_nothing(scripts, trust_overlap=True)
+    every = outcomes(scripts, reduce=False)[0]
+    assert outcomes(scripts, trust_overlap=True)[0] == every
+    monkeypatch.setattr(_Notes, *mutant)
+    assert outcomes(scripts, trust_overlap=True)[0] != every
 
 
 def steps_of(program, size=2):
@@ -300,15 +311,21 @@ def test_looking_at_the_clock_counts():
     assert touches(lambda rank: rank or time.monotonic()) == [(0, True), (1, False)]
 
 
-def test_from_its_first_message_on_a_rank_counts():
+def test_while_a_message_is_under_way_each_turn_of_its_rank_counts():
     def program(rank):
         dist.barrier()
-        dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
-        dist.barrier()
+        if rank == 0:
+            work = dist.isend(torch.ones(1), 1)
+            dist.barrier()
+            work.wait()
+        else:
+            dist.barrier()
+            dist.recv(torch.ones(1), 0)
+        for _ in range(2):
+            dist.barrier()
 
-    seen = touches(program)
-    assert seen[:2] == [(0, False), (1, False)]
-    assert all(everything for _, everything in seen[2:])
+    seen = [[everything for turn, everything in touches(program) if turn == rank] for rank in range(2)]
+    assert seen == [[False, True, True, True, False, False], [False, False, True, True, False, False]]
 
 
 # What it finds, and what it says.
@@ -412,7 +429,17 @@ def test_a_program_that_does_something_else_the_next_time_is_refused(later):
 
 def test_an_interrupt_ends_the_search():
     def program(rank):
-        raise KeyboardInterrupt
+        _thread.interrupt_main()
 
     with pytest.raises(KeyboardInterrupt):
         explore(program, 2)
+
+
+def test_a_rank_that_is_held_back_is_not_tried_before_what_it_waits_for():
+    def program(rank):
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while rank == 0 and not work.is_completed():
+            pass
+
+    found = explore(program, 4, trust_overlap=True)
+    assert (found.schedules, found.pruned, found.patience) == (8, 0, 2)

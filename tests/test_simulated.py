@@ -10,12 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rank_programs import cross, die, never_asked_again, raise_before, return_early, total
 
+from tpbed.harness.worlds import open_world
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import WORLD
 from tpbed.tp.refusal import UnsupportedCollectiveError
 from tpbed.tp.schedule import Seeded
-from tpbed.tp.simulated import ClosedWorldError, NestedWorldError, SimulatedWorld, UnwindError, WorldSizeError
+from tpbed.tp.simulated import ClosedWorldError, NestedWorldError, SimulatedWorld, UnwindError
 from tpbed.tp.simulated_run import ForeignGroupError
+from tpbed.tp.world import WorldSizeError
 
 
 @pytest.mark.parametrize(
@@ -38,14 +40,19 @@ def test_a_world_in_a_rank_program_is_refused():
     assert [ledger.end.error_type for ledger in run.ledgers] == [NestedWorldError.__name__] * 2
 
 
-def test_a_closed_world_and_an_empty_one_are_refused():
+@pytest.mark.parametrize("world_size", [0, -3, True, 2.0, "4"])
+@pytest.mark.parametrize("kind", ["sim", "gloo"])
+def test_what_is_no_number_of_ranks_is_refused(kind, world_size):
+    with pytest.raises(WorldSizeError, match="give a whole number of ranks"):
+        open_world(kind, world_size)
+
+
+def test_a_closed_world_is_refused():
     with SimulatedWorld(2) as world:
         world.run(total)
     world.close()
     with pytest.raises(ClosedWorldError):
         world.run(total)
-    with pytest.raises(WorldSizeError):
-        SimulatedWorld(0)
 
 
 def test_a_world_leaves_nothing_behind():

@@ -1,5 +1,6 @@
 """Unmodified torch.distributed in simulated ranks: book of groups, objects, meshes, and the caller's own groups."""
 
+import gc
 from datetime import timedelta
 
 import pytest
@@ -179,3 +180,33 @@ def test_errors_of_a_program_about_groups_are_its_own():
         return sum_over()
 
     assert SimulatedWorld(2).run(program).results == (1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn:FutureWarning")
+def test_collectives_with_gradients_find_the_group_of_the_rank_that_calls():
+    def program(rank):
+        value = torch.ones(2, requires_grad=True)
+        total = torch.distributed.nn.functional.all_reduce(value * (rank + 1))
+        return total.tolist()
+
+    assert SimulatedWorld(2).run(program).results == ([3.0, 3.0],) * 2
+
+
+def test_dtensor_keeps_nothing_of_a_run_that_is_over():
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    def program(rank):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        left = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)])
+        return (left @ distribute_tensor(torch.ones(2, 2), mesh, [Replicate()])).full_tensor().sum().item()
+
+    def specs():
+        gc.collect()
+        return sum(type(kept).__name__ in ("DTensorSpec", "DeviceMesh", DTensor.__name__) for kept in gc.get_objects())
+
+    world = SimulatedWorld(2)
+    assert world.run(program).results == (8.0, 8.0)
+    before = specs()
+    for _ in range(3):
+        world.run(program)
+    assert specs() == before

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_programs import cross, hows, never_asked_again, states, total
 
+from tpbed.harness.diagnose import diagnose
 from tpbed.tp.rank import current, step
 from tpbed.tp.schedule import Replayed, RoundRobin, ScheduleError, Seeded
 from tpbed.tp.simulated import SimulatedWorld
@@ -82,7 +83,7 @@ def test_a_replay_of_another_program_is_refused_to_the_caller_and_not_to_a_rank(
 
 def test_a_schedule_that_chooses_a_rank_that_cannot_run_is_refused():
     class Wrong(RoundRobin):
-        def choose(self, runnable):
+        def choose(self, runnable, asks=-1):
             return 17
 
     with pytest.raises(ScheduleError, match="chose rank 17"):
@@ -129,6 +130,18 @@ def test_asking_whether_a_collective_is_done_lets_the_others_run():
 def test_who_asks_for_ever_is_stuck():
     run = SimulatedWorld(3).run(never_asked_again)
     assert (states(run), run.stuck) == (["ended", "stalled", "stalled"], (1, 2))
+
+
+def waits_until_a_time(rank):
+    if rank:
+        dist.barrier(async_op=True).wait(timedelta(seconds=2))
+
+
+@pytest.mark.parametrize("program", [never_asked_again, waits_until_a_time])
+def test_the_rank_that_left_is_to_blame_and_not_those_that_ask_or_give_up(program):
+    run = SimulatedWorld(3).run(program)
+    (finding,) = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.op, finding.waiting_ranks) == ("hang", (0,), "barrier", (1, 2))
 
 
 BARRIER_TAKES_TIMEOUT = "timeout" in inspect.signature(dist.barrier).parameters  # not in torch 2.11

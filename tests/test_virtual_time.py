@@ -1,5 +1,6 @@
 """Time in a rank program: it passes on the world's clock, lets others run, and is the caller's own again afterwards."""
 
+import _thread
 import contextlib
 import threading
 import time
@@ -180,7 +181,7 @@ def raises(rank):
 
 
 def interrupted(rank):
-    raise KeyboardInterrupt
+    _thread.interrupt_main()
 
 
 def killed(rank):
@@ -194,7 +195,7 @@ def sets_its_own(rank):
 class Broken(RoundRobin):
     """A schedule that fails."""
 
-    def choose(self, runnable):
+    def choose(self, runnable, asks=-1):
         raise ZeroDivisionError
 
 

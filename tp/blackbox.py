@@ -164,13 +164,13 @@ class StackFile:
         return cls(os.memfd_create("tpbed-stack"))
 
     def serve(self) -> None:
-        """Write the stack of this process's main thread into the file at each STACK_SIGNAL from now on."""
+        """Write the stack of this process's main thread at each STACK_SIGNAL from now on, and that of a crash in C."""
+        faulthandler.enable(file=self.fd, all_threads=False)
         faulthandler.register(STACK_SIGNAL, file=self.fd, all_threads=False, chain=False)
 
     def ask(self, pidfd: int, wait_s: float = 0.05) -> tuple[str, ...]:
         """The frames of the process behind `pidfd`, innermost first; empty if it wrote none within `wait_s` seconds."""
-        os.ftruncate(self.fd, 0)
-        os.lseek(self.fd, 0, os.SEEK_SET)
+        self.clear()
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, STACK_SIGNAL)
         deadline = time.monotonic() + wait_s
@@ -179,6 +179,16 @@ class StackFile:
             time.sleep(0.0005)
             text = self._text()
         return parse_frames(text)
+
+    def clear(self) -> None:
+        """Forget what was written."""
+        os.ftruncate(self.fd, 0)
+        os.lseek(self.fd, 0, os.SEEK_SET)
+
+    def last_words(self) -> str:
+        """What a process that crashed in C wrote, as it was dying; "" if it did not."""
+        text = self._text()
+        return text[text.find(_FATAL) :] if _FATAL in text else ""
 
     def _text(self) -> str:
         size = os.fstat(self.fd).st_size
@@ -190,6 +200,7 @@ class StackFile:
 
 
 _LAST_LINES = (" in _run_module_as_main\n", "  ...\n")
+_FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$', re.MULTILINE)
 
 

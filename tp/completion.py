@@ -1,4 +1,4 @@
-"""CompletionWatch: finds out when asynchronous collectives start and end, and writes it to the ledger."""
+"""CompletionWatch: finds out when asynchronous collectives and messages start and end, and writes it to the ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SLEEPS = frozenset(("35", "230", "23", "270", "101", "115"))  # nanosleep and s
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """A collective that is about to be issued, or was and has not completed."""
+    """A collective or message that is about to be issued, or was and has not completed."""
 
     group: str
     seq: int
@@ -33,13 +33,14 @@ class _Open:
     work: dist.Work | None = None  # of an asynchronous call
     has_ended: Callable[[], bool] | None = None  # once it is issued
     started: bool = False
+    is_message: bool = False
 
 
 class CompletionWatch:
-    """Follows the collectives of one rank on its GPU, in one run; a thread of the rank polls what is open.
+    """Follows the collectives and messages of one rank on its GPU, in one run; a thread of the rank polls what is open.
 
     The host does not say that it waits: it blocks in some synchronisation that nobody sees. So a main thread that has
-    stood at one place of its program for 0.2 s, not asleep, is taken to wait for the oldest open collective.
+    stood at one place of its program for 0.2 s, not asleep, is taken to wait for the oldest that is open.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -64,6 +65,19 @@ class CompletionWatch:
             issued = self._open[-1]
             issued.work, issued.has_ended = work, _event().query if work is None else work.is_completed
             self._changed.notify()
+
+    def message(self, group: str, seq: int) -> Callable[[dist.Work | None], None]:
+        """A message is about to be issued. Returns what is to be told when it was, with its handle, or its batch's."""
+        opened = _Open(group=group, seq=seq, may_start=_event(), is_message=True)
+        self._recorder.message_state(group, seq, "scheduled")
+
+        def issued(work: dist.Work | None) -> None:
+            with self._changed:
+                opened.work, opened.has_ended = work, _event().query if work is None else work.is_completed
+                self._open.append(opened)
+                self._changed.notify()
+
+        return issued
 
     def finish(self) -> None:
         """Wait until all collectives are done and written down."""
@@ -95,14 +109,15 @@ class CompletionWatch:
         if collective.has_ended is None:
             return False
         place, ends = (collective.group, collective.seq), collective.has_ended()
+        write = self._recorder.message_state if collective.is_message else self._recorder.state
         starts = not collective.started and (ends or collective.may_start.query())
         if starts:
             collective.started = True
-            self._recorder.state(*place, "started")
+            write(*place, "started")
         if ends:
             self._open.remove(collective)
             error = _error_of(collective.work)
-            self._recorder.state(*place, "failed" if error else "completed", error)
+            write(*place, "failed" if error else "completed", error)
         return starts or ends
 
     def _infer_wait(self) -> None:
@@ -113,7 +128,9 @@ class CompletionWatch:
         elif time.monotonic() - self._since > _BLOCKED_S:
             self._since = float("inf")  # once at a place
             for oldest in self._open[:1]:
-                if self._recorder.seqs[oldest.group] >= oldest.seq:  # no hook holds it up or has swallowed it
+                if oldest.is_message:
+                    self._recorder.message_wait(oldest.group, oldest.seq)
+                elif self._recorder.seqs[oldest.group] >= oldest.seq:  # no hook holds it up or has swallowed it
                     self._recorder.wait(oldest.group, oldest.seq)
 
 

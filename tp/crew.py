@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError
 
 from tpbed.tp import ray_cluster
-from tpbed.tp.errors import TestbedError
 from tpbed.tp.fork_server import START_S
+from tpbed.tp.gpus import RankGpu, tell_shared
 from tpbed.tp.job import Backend, Station
-from tpbed.tp.ray_actor import Placement, RankActor, send_at_once
+from tpbed.tp.ray_actor import Place, RankActor, send_at_once
+from tpbed.tp.ray_cluster import InitError
+from tpbed.tp.seats import Placement, Seats
 
 _ANSWER_S = 30.0  # for a supervisor, which always answers; one that does not has lost its processor or its node
+_PLACE_S = 120.0  # for Ray to start a supervisor: before it gives up on a node that is lost, it may wait for a minute
 _CLOSE_S = 5.0
 _GREET_S = 5.0
 
@@ -29,27 +34,25 @@ Message = tuple[Any, ...]  # a word, and what belongs to it
 Hearer = Callable[[int, Message], None]
 
 
-class InitError(TestbedError):
-    """A world could not be started; the message names the ranks that are missing."""
-
-
 @dataclass(slots=True)
 class _Seat:
     """A rank's supervisor, seen from the driver."""
 
+    bundle: int  # of the placement group
     actor: Any
     line: Connection
-    placement: Placement
+    place: Place
     station: Station | None = None
     pid: int = 0  # of the rank process
+    gpu: str = ""  # its UUID
     gone: bool = False
 
 
 class Crew:
     """Starts the supervisors and talks to them; every question is answered at once, or its supervisor is gone."""
 
-    def __init__(self, world_size: int, backend: Backend) -> None:
-        """Start an actor per rank wherever Ray places them, and a rank process in each.
+    def __init__(self, world_size: int, backend: Backend, placement: Placement) -> None:
+        """Start an actor per rank on the nodes that Ray chooses, and a rank process in each.
 
         Raises InitError.
         """
@@ -57,10 +60,13 @@ class Crew:
         self.address = "127.0.0.1" if self.is_local else ray_cluster.own_address()
         self._backend, self._key = backend, secrets.token_bytes(32)
         self._listener = socket.create_server((self.address, 0), backlog=world_size)
+        self._places: Seats | None = None
+        self._tickets = itertools.count()
         self._actors: list[Any] = []
         self._seats: list[_Seat] = []
         try:
-            self._seats = sorted(self._enlist(world_size), key=_by_node_and_gpu)
+            self._places = Seats(world_size, backend, placement)
+            self._seats = sorted(self._enlist(range(world_size)), key=_by_node_and_gpu)
             self._settle(dict(enumerate(self._stations())))
         except BaseException:
             self.close()
@@ -114,15 +120,27 @@ class Crew:
         """The rank has a new process."""
         self._seats[rank].pid = pid
 
-    def replace(self, rank: int) -> None:
-        """A new actor and a new process for a rank whose actor is gone.
+    def replace(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """New actors and processes for ranks whose actors are gone, and new processes where that changes a station.
 
+        Returns all ranks that have a new process: a rank that comes to another node is one more there.
         Raises InitError.
         """
-        station = self._seats[rank].station
-        self._seats[rank].line.close()
-        [self._seats[rank]] = self._enlist(1)
-        self._settle({rank: station})
+        for rank in ranks:
+            self._seats[rank].line.close()
+        for rank, seat in zip(ranks, self._enlist([self._seats[r].bundle for r in ranks]), strict=True):
+            self._seats[rank] = seat
+        stations = dict(enumerate(self._stations()))
+        self._settle({rank: stations[rank] for rank in ranks})
+        moved = [rank for rank, seat in enumerate(self._seats) if seat.station != stations[rank]]
+        for rank in moved:
+            self._move(rank, stations[rank])
+        return (*ranks, *moved)
+
+    def _move(self, rank: int, station: Station) -> None:
+        self._seats[rank].station = station
+        for _, pid in self.ask([rank], "move", station, wait_s=2 * START_S).values():
+            self.set_pid(rank, pid)
 
     def close(self) -> None:
         """End ranks and actors, within bounds, and hang up; whoever is left then ends by itself."""
@@ -131,6 +149,8 @@ class Crew:
             with suppress(Exception):  # Ray may be shut down already
                 ray.kill(actor)
         self._actors.clear()
+        if self._places is not None:
+            self._places.close()
         deadline = time.monotonic() + _CLOSE_S
         while time.monotonic() < deadline and self.hear(range(len(self._seats)), deadline - time.monotonic()):
             pass  # their lines close when they are gone
@@ -156,28 +176,42 @@ class Crew:
             self._seats[rank].gone = True
         return [(rank, ("gone",)) for rank in ranks]
 
-    def _enlist(self, count: int) -> list[_Seat]:
-        remote = ray.remote(RankActor)
-        needs = {"num_cpus": 0, "num_gpus": int(self._backend == "nccl"), "max_restarts": 0, "max_concurrency": 2}
-        driver = self._listener.getsockname()[:2]
-        actors: list[Any] = [remote.options(**needs).remote(number, driver, self._key) for number in range(count)]
+    def _enlist(self, bundles: Sequence[int]) -> list[_Seat]:
+        """Actors in these bundles; once more if one dies at once, as Ray may not know yet that a node is lost."""
+        try:
+            return self._try_to_enlist(bundles)
+        except InitError as error:
+            if not isinstance(error.__cause__, ActorDiedError):
+                raise
+        return self._try_to_enlist(bundles)
+
+    def _try_to_enlist(self, bundles: Sequence[int]) -> list[_Seat]:
+        tickets = [next(self._tickets) for _ in bundles]
+        actors = [self._hire(bundle, ticket) for bundle, ticket in zip(bundles, tickets, strict=True)]
         self._actors += actors
         places = [actor.place.remote() for actor in actors]
-        lines = self._accept(places)
-        placements = ray.get(places, timeout=START_S)
-        return [_Seat(actor, lines[n], placements[n]) for n, actor in enumerate(actors)]
+        lines = self._accept(tickets, places)
+        found: list[Place] = ray.get(places, timeout=START_S)
+        seats = zip(bundles, actors, lines, found, strict=True)
+        return [_Seat(bundle, actor, line, place) for bundle, actor, line, place in seats]
 
-    def _accept(self, places: list[Any]) -> dict[int, Connection]:
+    def _hire(self, bundle: int, ticket: int) -> Any:
+        assert self._places is not None
+        options = {"max_restarts": 0, "max_concurrency": 2, **self._places.options(bundle)}
+        return ray.remote(RankActor).options(**options).remote(ticket, self._listener.getsockname()[:2], self._key)
+
+    def _accept(self, tickets: Sequence[int], places: list[Any]) -> list[Connection]:
+        """The lines of the actors that have these tickets, as they call; others are late, and no longer wanted."""
         lines: dict[int, Connection] = {}
-        deadline = time.monotonic() + START_S
-        while len(lines) < len(places):
+        deadline = time.monotonic() + _PLACE_S
+        while not lines.keys() >= set(tickets):
             _raise_errors(places)
             if time.monotonic() > deadline:
-                raise InitError(_none_came(len(places) - len(lines), len(places)))
+                raise InitError(_none_came(len(set(tickets) - lines.keys()), len(tickets)))
             if wait([self._listener], 0.2):
                 line = self._greet()
                 lines[line.recv()] = line
-        return lines
+        return [lines[ticket] for ticket in tickets]
 
     def _greet(self) -> Connection:
         accepted, _ = self._listener.accept()
@@ -188,7 +222,7 @@ class Crew:
         return line
 
     def _stations(self) -> list[Station]:
-        nodes = [seat.placement.node for seat in self._seats]
+        nodes = [seat.place.node for seat in self._seats]
         return [self._station(rank, nodes) for rank in range(len(nodes))]
 
     def _station(self, rank: int, nodes: list[str]) -> Station:
@@ -199,13 +233,13 @@ class Crew:
             local_rank=here.index(rank),
             local_world_size=len(here),
             backend=self._backend,
-            visible_gpus=",".join(gpu for other in here for gpu in self._seats[other].placement.gpus),
+            visible_gpus=",".join(gpu for other in here for gpu in self._seats[other].place.gpus),
             single_node=len(here) == len(nodes),
             import_path=tuple(folder or os.getcwd() for folder in sys.path),
             folder=os.getcwd(),
         )
 
-    def _settle(self, stations: dict[int, Station | None]) -> None:
+    def _settle(self, stations: dict[int, Station]) -> None:
         """Put supervisors at their stations and wait until their ranks are there."""
         for rank, station in stations.items():
             self._seats[rank].station = station
@@ -217,11 +251,14 @@ class Crew:
                 if word != "ready":
                     raise InitError(f"rank {rank} did not start{': ' if rest else '.'}{''.join(map(str, rest))}")
                 self.set_pid(rank, rest[0])
+                self._seats[rank].gpu = rest[1]
                 missing.discard(rank)
+        if told := tell_shared([RankGpu(rank=r, node=s.place.node, uuid=s.gpu) for r, s in enumerate(self._seats)]):
+            raise InitError(told)
 
 
 def _by_node_and_gpu(seat: _Seat) -> tuple[str, str, list[int]]:
-    return seat.placement.address, seat.placement.node, [int(gpu) for gpu in seat.placement.gpus if gpu.isdigit()]
+    return seat.place.address, seat.place.node, [int(gpu) for gpu in seat.place.gpus if gpu.isdigit()]
 
 
 def _raise_errors(places: list[Any]) -> None:
@@ -234,6 +271,6 @@ def _raise_errors(places: list[Any]) -> None:
 
 def _none_came(missing: int, world_size: int) -> str:
     return (
-        f"{missing} of {world_size} supervisors did not start within {START_S:.0f} s: "
+        f"{missing} of {world_size} supervisors did not start within {_PLACE_S:.0f} s: "
         "has the Ray cluster room for them (`ray status`), and can its nodes reach this one?"
     )

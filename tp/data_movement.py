@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -157,15 +158,21 @@ def _own_share(output: Tensor, share: Tensor) -> Tensor:
 def all_gather(parts: Sequence[Part]) -> None:
     """Every part's input to all outputs; of a gather, only the root has outputs."""
     sent = [part.inputs[0] for part in parts]
-    if not all(tensor.shape == sent[0].shape and tensor.dtype is sent[0].dtype for tensor in sent):
+    if [tensor.shape for tensor in sent[1:]] != [sent[0].shape] * (len(sent) - 1) or len({t.dtype for t in sent}) > 1:
         _all_gather_bytes(parts, sent)
         return
-    row = torch.cat(sent) if any(part.whole for part in parts) else sent[0]
+    lists = [part.outputs for part in parts if part.outputs and not part.whole]
+    if lists:
+        torch._foreach_copy_(list(chain.from_iterable(lists)), sent * len(lists))
+    if len(lists) < len(parts):
+        _all_gather_rows(parts, sent)
+
+
+def _all_gather_rows(parts: Sequence[Part], sent: list[Tensor]) -> None:
+    row = torch.cat(sent) if any(part.whole for part in parts) else None
     for part in parts:
-        if part.whole:
+        if part.whole and row is not None:
             part.outputs[0].copy_(row)
-        elif part.outputs:
-            torch._foreach_copy_(list(part.outputs), sent)
 
 
 def _all_gather_bytes(parts: Sequence[Part], sent: list[Tensor]) -> None:

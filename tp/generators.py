@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpbed.tp.registers import START_SEED, QuietRegister, Start
+from tpbed.tp.registers import START_SEED, QuietRegister
 
 _WORDS_BYTES = 2496  # 624 words
 _TWISTER_BYTES = 2500  # the same and an index: a Mersenne twister in memory
@@ -42,7 +42,7 @@ class TorchRandom(QuietRegister):
         """Seed, index and the first words; then the last words, and normal deviates that are kept for the next call."""
         return self._looks
 
-    def start(self, start: Start) -> Any:
+    def start(self) -> Any:
         """As after torch.manual_seed(START_SEED)."""
         return self._start
 
@@ -100,7 +100,7 @@ class NumpyRandom(QuietRegister):
         _NUMPY.set_bit_generator(saved[0])
         _NUMPY.set_state(saved[2])
 
-    def start(self, start: Start) -> Any:
+    def start(self) -> Any:
         """As after numpy.random.seed(START_SEED)."""
         generator = _NUMPY.get_bit_generator()
         if generator is not self._start[0] and type(generator) is np.random.MT19937:
@@ -110,7 +110,7 @@ class NumpyRandom(QuietRegister):
     def looks(self) -> Sequence[Callable[[], Any]]:
         """The generator, and the tail of its twister."""
         quiet = self._look() and self._loaded[2] and not self._loaded[2]["has_gauss"]
-        return (_NUMPY.get_bit_generator, memoryview(self._twister.tail).tobytes) if quiet else (object,)
+        return (_NUMPY.get_bit_generator, self._twister.look) if quiet else (object,)
 
     def _look(self) -> bytes:
         generator = _NUMPY.get_bit_generator()
@@ -122,12 +122,13 @@ class NumpyRandom(QuietRegister):
 class _Twister:
     """A Mersenne twister in memory. Every draw moves its index, or renews all words: a few of them tell."""
 
-    __slots__ = ("head", "tail", "words")
+    __slots__ = ("head", "look", "tail", "words")
 
     def __init__(self, address: int) -> None:
         self.words = (ctypes.c_char * _TWISTER_BYTES).from_address(address)
         self.head = (ctypes.c_char * _GLANCE_BYTES).from_address(address)
         self.tail = (ctypes.c_char * _GLANCE_BYTES).from_address(address + _TWISTER_BYTES - _GLANCE_BYTES)
+        self.look = memoryview(self.tail).tobytes
 
 
 def _numpy_words(state: Any) -> bytes:
@@ -144,34 +145,36 @@ def _numpy_twister(generator: Any) -> _Twister | None:
 
 
 class PythonRandom(QuietRegister):
-    """The generator of the `random` module. Python copies it in 7 us; whether a rank has used it shows in its head."""
+    """The generator of the `random` module.
+
+    Python copies it in 7 us; its memory takes a fraction of one. Whether a rank has used it shows in its head.
+    """
 
     def __init__(self) -> None:
         self._twister = _python_twister(_PYTHON)
-        self._loaded: Any = (b"", ())
-        start = random.Random(START_SEED)
-        self._start = (_python_words(start.getstate())[:_GLANCE_BYTES], start.getstate())
+        self._looks = (memoryview(self._twister.head).tobytes, _DEVIATE) if self._twister else (object,)
+        state = random.Random(START_SEED).getstate()
+        self._start: Any = (_python_words(state), None) if self._twister else state
 
     def save(self) -> Any:
-        """The same object again where nothing has changed."""
-        now, (head, state) = self._twister.head.raw if self._twister else b"", self._loaded
-        if now != head or not now or _PYTHON.gauss_next != state[2]:
-            self._loaded = (now, random.getstate())
-        return self._loaded
+        """The words of the twister and the normal deviate; or Python's own copy."""
+        return (self._twister.words.raw, _PYTHON.gauss_next) if self._twister else random.getstate()
 
     def load(self, saved: Any) -> None:
         """Into the module."""
-        if saved is not self._loaded:
-            random.setstate(saved[1])
-            self._loaded = saved
+        if self._twister:
+            ctypes.memmove(self._twister.words, saved[0], _TWISTER_BYTES)
+            _PYTHON.gauss_next = saved[1]
+        else:
+            random.setstate(saved)
 
-    def start(self, start: Start) -> Any:
+    def start(self) -> Any:
         """As after random.seed(START_SEED)."""
         return self._start
 
     def looks(self) -> Sequence[Callable[[], Any]]:
         """The head of its twister, and the normal deviate that is kept for the next call."""
-        return (memoryview(self._twister.head).tobytes, _DEVIATE) if self._twister else (object,)
+        return self._looks
 
 
 def _python_words(state: Any) -> bytes:

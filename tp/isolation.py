@@ -10,7 +10,7 @@ them apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import is_
+from operator import call
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from tpbed.tp.registers import (
     DefaultType,
     Environment,
     Groups,
+    NameRegister,
     QuietRegister,
     Register,
     Start,
@@ -30,7 +31,7 @@ from tpbed.tp.registers import (
     WarningFilters,
 )
 
-REGISTERS: tuple[Register, ...] = (
+REGISTERS: tuple[Register | NameRegister | QuietRegister, ...] = (
     TorchModes(),
     AutocastTypes(),
     DefaultType(),
@@ -43,7 +44,6 @@ REGISTERS: tuple[Register, ...] = (
     Groups(),
     Context(),
 )
-_NAMES = (Environment, Groups, Context)  # what they name stays the same: enough to save it once
 
 
 class _Methods(NamedTuple):
@@ -51,10 +51,10 @@ class _Methods(NamedTuple):
 
     saves: tuple[Callable[[], Any], ...]
     loads: tuple[Callable[[Any], Any], ...]
-    starts: tuple[Callable[[Start], Any], ...]
+    starts: tuple[Callable[..., Any], ...]
 
 
-def _methods(registers: Iterable[Register]) -> _Methods:
+def _methods(registers: Iterable[Register | NameRegister | QuietRegister]) -> _Methods:
     registers = tuple(registers)
     return _Methods(
         saves=tuple(register.save for register in registers),
@@ -69,77 +69,100 @@ class _Quiet:
     def __init__(self, registers: Iterable[QuietRegister]) -> None:
         self._registers = tuple(registers)
         self._methods = _methods(self._registers)
-        self._in_place: list[Any] = []  # what lies in the process
-        self._looks: list[Callable[[], Any]] = []
-        self._seen: list[Any] = []  # by them
-        self._first: list[Any] = []  # what ranks start with
+        self.in_place: list[Any] = []  # what lies in the process
+        self.looks: list[Callable[[], Any]] = [object]
+        self.seen: list[Any] = []  # by them
 
     def save(self) -> list[Any]:
         """The same list again where nothing has changed."""
-        if [look() for look in self._looks] != self._seen or not self._in_place:
-            self._put([save() for save in self._methods.saves])
-        return self._in_place
+        if list(map(call, self.looks)) != self.seen:
+            self._put(list(map(call, self._methods.saves)))
+        return self.in_place
 
     def load(self, saved: list[Any]) -> None:
         """Into the process, unless it lies there."""
-        if saved is not self._in_place:
+        if saved is not self.in_place:
             for load, one in zip(self._methods.loads, saved, strict=True):
                 load(one)
             self._put(saved)
 
     def _put(self, state: list[Any]) -> None:
-        self._in_place = state
-        self._looks = [look for register in self._registers for look in register.looks()]
-        self._seen = [look() for look in self._looks]
+        self.in_place = state
+        self.looks = [look for register in self._registers for look in register.looks()]
+        self.seen = list(map(call, self.looks))
 
-    def start(self, start: Start) -> list[Any]:
-        """The same list for all ranks, as long as they start with the same."""
-        first = [of(start) for of in self._methods.starts]
-        if not (self._first and all(map(is_, first, self._first))):
-            self._first = first
-        return self._first
+    def start(self) -> list[Any]:
+        """What ranks start with, the same list for all of a run."""
+        return list(map(call, self._methods.starts))
 
 
-def _sort(registers: Iterable[Register]) -> tuple[_Methods, _Quiet, _Methods]:
+def _sort(registers: Iterable[Any]) -> tuple[_Methods, _Quiet, tuple[NameRegister, ...]]:
     registers = tuple(registers)
     quiet = tuple(register for register in registers if isinstance(register, QuietRegister))
-    names = tuple(register for register in registers if isinstance(register, _NAMES))
-    return _methods(r for r in registers if r not in quiet and r not in names), _Quiet(quiet), _methods(names)
+    names = tuple(register for register in registers if isinstance(register, NameRegister))
+    return _methods(r for r in registers if r not in quiet and r not in names), _Quiet(quiet), names
 
 
 _states, _quiet, _names = _sort(REGISTERS)
 
 
-def use(registers: Iterable[Register]) -> None:
+def use(registers: Iterable[Any]) -> None:
     """Isolate these and nothing else: the tests show with it what each register is for."""
     global _states, _quiet, _names
     _states, _quiet, _names = _sort(registers)
 
 
 class Isolation:
-    """One rank's own share of the process, or the caller's: in place while it runs, put away while another runs."""
+    """One rank's own share of the process: in place while it runs, put away while another runs."""
 
     __slots__ = ("_kept", "_named", "_saved")
 
-    def __init__(self, start: Start | None = None) -> None:
-        """That of a rank that has yet to start; without `start`, that of whoever runs now, which stays in place."""
-        self._saved = [] if start is None else [of(start) for of in _states.starts]
-        self._kept = [] if start is None else _quiet.start(start)
-        self._named = [save() for save in _names.saves] if start is None else [of(start) for of in _names.starts]
+    def __init__(self, start: Start, kept: list[Any]) -> None:
+        """That of a rank that has yet to start; kept: what `quiet_start` gives all ranks of a run."""
+        self._saved = [of(start) for of in _states.starts]
+        self._kept = kept
+        self._named: list[tuple[dict[str, Any], str, Any]] = []
+        for register in _names:
+            value = register.start(start)
+            for namespace, name in register.places:
+                self._named.append((namespace, name, value))
 
     def leave(self) -> None:
         """Put it away."""
-        self._saved = [save() for save in _states.saves]
-        self._kept = _quiet.save()
+        self._saved = list(map(call, _states.saves))
+        unchanged = list(map(call, _quiet.looks)) == _quiet.seen
+        self._kept = _quiet.in_place if unchanged else _quiet.save()
 
     def enter(self) -> None:
         """Put it back in place."""
         for load, saved in zip(_states.loads, self._saved):  # noqa: B905 - at every turn
             load(saved)
-        if self._kept is not _quiet._in_place:
+        if self._kept is not _quiet.in_place:
             _quiet.load(self._kept)
-        for load, named in zip(_names.loads, self._named):  # noqa: B905
-            load(named)
+        for namespace, name, value in self._named:
+            namespace[name] = value
+
+
+def quiet_start() -> list[Any]:
+    """What all ranks of a run start with alike; called when the caller's own has been put away."""
+    return _quiet.start()
+
+
+class CallersOwn:
+    """The share of the process that a world's caller has, put away while ranks run."""
+
+    def __init__(self) -> None:
+        self._named = [register.save() for register in _names]
+        self._saved = list(map(call, _states.saves))
+        self._kept = _quiet.save()
+
+    def put_back(self) -> None:
+        """In place, as it was."""
+        for load, saved in zip(_states.loads, self._saved, strict=True):
+            load(saved)
+        _quiet.load(self._kept)
+        for register, value in zip(_names, self._named, strict=True):
+            register.load(value)
 
 
 def quietly(act: Callable[[Moved], None], on: Moved) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ WORLD = "world"  # the ledger's name of the default group
 DROPPED = "dropped: nobody holds its handle any more, so gloo has taken it back"  # the error of such a message
 
 State = Literal["scheduled", "started", "completed", "failed"]
+Rendezvous = Literal["", "outside", "arrived"]
 EndHow = Literal["returned", "raised", "exited", "killed"]
 Event = Sequence[Any]  # (kind, field, ...), plain values that JSON can hold
 
@@ -33,6 +34,7 @@ class CollectiveRecord:
     step: str = ""
     state: State = "started"
     waited: bool = True
+    asked: bool = False  # whether it is complete, before it was
     error: str = ""
     started_ns: int = 0
     ended_ns: int | None = None
@@ -110,6 +112,7 @@ class Ledger:
     marks: tuple[Mark, ...] = ()
     steps: tuple[str, ...] = ()
     checks: int = 0
+    rendezvous: Rendezvous = ""  # of a group that this run forms: the rank could come, has come; "" in an earlier one's
     end: End | None = None
     truncated: bool = False  # the black box was full: later events are missing
 
@@ -132,37 +135,57 @@ def read_ledger(events: Iterable[Event], *, rank: int, world_size: int, truncate
     Raises KeyError for an event kind that this version does not know.
     """
     book = _Book()
-    for kind, *fields in events:
-        _FOLD[kind](book, *fields)
+    for event in events:
+        _FOLD[event[0]](book, *event[1:])
     return Ledger(
         rank=rank,
         world_size=world_size,
         groups=book.groups,
-        collectives=tuple(CollectiveRecord(**fields) for fields in book.collectives.values()),
-        messages=tuple(MessageRecord(**fields) for fields in book.messages.values()),
+        collectives=tuple(map(_collective, book.collectives.values())),
+        messages=tuple([MessageRecord(**fields) for fields in book.messages.values()]),
         decisions=tuple(book.decisions),
         marks=tuple(book.marks),
         steps=tuple(book.steps),
         checks=book.checks,
+        rendezvous=book.rendezvous,
         end=book.end,
         truncated=truncated,
     )
 
 
+_PUT = tuple(getattr(CollectiveRecord, field.name).__set__ for field in fields(CollectiveRecord))
+
+
+def _collective(values: list[Any]) -> CollectiveRecord:
+    """By the order of its fields, in half the time that the constructor of a frozen dataclass takes."""
+    record: CollectiveRecord = object.__new__(CollectiveRecord)
+    for put, value in zip(_PUT, values, strict=True):
+        put(record, value)
+    return record
+
+
+_STATE, _WAITED, _ASKED, _ERROR, _ENDED_NS = (
+    [field.name for field in fields(CollectiveRecord)].index(name)
+    for name in ("state", "waited", "asked", "error", "ended_ns")
+)
+
+
 class _Book:
+    step = ""
+
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, ...]] = {}
-        self.collectives: dict[tuple[str, int], dict[str, Any]] = {}  # the fields of each record
+        self.collectives: dict[tuple[str, int], list[Any]] = {}  # the fields of each record, in their order
         self.messages: dict[tuple[str, int], dict[str, Any]] = {}
         self.decisions: list[Decision] = []
         self.marks: list[Mark] = []
         self.steps: list[str] = []
         self.checks = 0
+        self.rendezvous: Rendezvous = ""
         self.end: End | None = None
 
-    @property
-    def step(self) -> str:
-        return self.steps[-1] if self.steps else ""
+    def comes(self, where: Rendezvous) -> None:
+        self.rendezvous = where
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         self.groups[name] = tuple(ranks)
@@ -183,29 +206,20 @@ class _Book:
         state: State,
         at_ns: int,
     ) -> None:
-        self.collectives[group, seq] = {
-            "group": group,
-            "seq": seq,
-            "op": op,
-            "dtype": dtype,
-            "shape": tuple(shape),
-            "stride": tuple(stride),
-            "payload_bytes": payload_bytes,
-            "reduce_op": reduce_op,
-            "root": root,
-            "site": site,
-            "step": self.step,
-            "waited": waited,
-            "state": state,
-            "started_ns": at_ns,
-        }
+        layout = dtype, tuple(shape), tuple(stride), payload_bytes
+        call = reduce_op, root, site, self.step, state, waited, False
+        self.collectives[group, seq] = [group, seq, op, *layout, *call, "", at_ns, None]
 
     def change(self, group: str, seq: int, state: State, error: str, at_ns: int) -> None:
-        ended = at_ns if state in ("completed", "failed") else None
-        self.collectives[group, seq].update(state=state, error=error, ended_ns=ended)
+        record = self.collectives[group, seq]
+        record[_STATE], record[_ERROR] = state, error
+        record[_ENDED_NS] = at_ns if state in ("completed", "failed") else None
 
     def wait(self, group: str, seq: int) -> None:
-        self.collectives[group, seq]["waited"] = True
+        self.collectives[group, seq][_WAITED] = True
+
+    def ask(self, group: str, seq: int) -> None:
+        self.collectives[group, seq][_ASKED] = True
 
     def message(self, group: str, seq: int, op: str, peer: int | None, tag: int, *fields: Any) -> None:
         self.messages[group, seq] = {
@@ -222,7 +236,8 @@ class _Book:
         layout.update(shape=tuple(layout["shape"]), stride=tuple(layout["stride"]))
 
     def message_changes(self, group: str, seq: int, state: State, error: str, at_ns: int) -> None:
-        self.messages[group, seq].update(state=state, error=error, ended_ns=at_ns)
+        ended = at_ns if state in ("completed", "failed") else None
+        self.messages[group, seq].update(state=state, error=error, ended_ns=ended)
 
     def message_waits(self, group: str, seq: int) -> None:
         self.messages[group, seq]["waited"] = True
@@ -240,6 +255,7 @@ class _Book:
 
     def step_begins(self, label: str) -> None:
         self.steps.append(label)
+        self.step = label
 
     def check(self, count: int) -> None:
         self.checks += count
@@ -252,10 +268,12 @@ _MESSAGE_FIELDS = ("dtype", "shape", "stride", "payload_bytes", "site", "started
 END_FIELDS = ("how", "error_type", "message", "site", "traceback", "exit_code", "signal", "at_ns")
 
 _FOLD: dict[str, Callable[..., None]] = {
+    "rendezvous": _Book.comes,
     "group": _Book.group,
     "start": _Book.start,
     "state": _Book.change,
     "wait": _Book.wait,
+    "ask": _Book.ask,
     "message": _Book.message,
     "message_state": _Book.message_changes,
     "message_wait": _Book.message_waits,

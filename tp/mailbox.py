@@ -28,6 +28,7 @@ class MessageWork(dist.Work):
     """One end of a message. `peer` is a place in the group, and None for a receive from anybody until one has come."""
 
     vetted = False  # it is waited on later, and elsewhere
+    called = 0
     done = waited = False
     size = -1  # bytes that came
     stream: Any = None  # CUDA: on which the rank works
@@ -64,7 +65,7 @@ class MessageWork(dist.Work):
         raise RuntimeError(f"Timed out waiting {after}ms for {self.op} operation to complete") from None
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited on it; all others have a turn first."""
+        """Whether somebody has waited on it; if not, others may have a turn first."""
         if not self.waited:
             self.run.poll(self.rank)
         return self.waited

@@ -7,6 +7,7 @@ groups of another, or of a run before. Torch keeps the meshes of threads apart b
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,8 +48,15 @@ class Meshes:
         return own
 
 
-def _clear_caches() -> None:
-    with suppress(ImportError, AttributeError):  # which torch has them changes from release to release
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+_CACHES = (  # of DTensor, without bounds and by mesh: how each is cleared
+    "debug:_clear_sharding_prop_cache",
+    "_redistribute:clear_redistribute_planner_cache",
+    "_redistribute:_gen_transform_infos.cache_clear",
+    "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+)
 
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+def _clear_caches() -> None:
+    for name in _CACHES:
+        with suppress(ImportError, AttributeError):  # which torch has them changes from release to release
+            pkgutil.resolve_name(f"torch.distributed.tensor.{name}")()

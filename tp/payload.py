@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -39,16 +40,18 @@ def payload_bytes(tensor: Tensor, *, in_memory: bool = False) -> int:
 def require_alike(op: str, tensors: Sequence[Tensor], like: Tensor, of: Tensor | None = None) -> None:
     """Every tensor has the shape of `like`, and its dtype and device, or those of `of`."""
     shape, dtype, device = like.shape, (like if of is None else of).dtype, like.device
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype is not dtype or tensor.device != device:
-            raise RuntimeError(
-                f"{op}: invalid tensor type at index {index} (expected {dtype} on {device}, "
-                f"got {tensor.dtype} on {tensor.device})"
-            )
-        if tensor.shape != shape:
-            raise RuntimeError(
-                f"{op}: invalid tensor size at index {index} (expected {_sizes(shape)}, got {_sizes(tensor.shape)})"
-            )
+    for tensor in tensors:
+        if tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device:
+            index = next(index for index, other in enumerate(tensors) if other is tensor)
+            message = f"{op}: invalid tensor {{}} at index {index} (expected {{}}, got {{}})"
+            _refuse(message, tensor, shape, dtype, device)
+
+
+def _refuse(message: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> NoReturn:
+    if tensor.dtype is not dtype or tensor.device != device:
+        expected, given = f"{dtype} on {device}", f"{tensor.dtype} on {tensor.device}"
+        raise RuntimeError(message.format("type", expected, given))
+    raise RuntimeError(message.format("size", _sizes(shape), _sizes(tensor.shape)))
 
 
 def require_each_alike(op: str, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> None:

@@ -28,7 +28,7 @@ class Call:
 
 
 Hook = Callable[[Call], Call | None]
-Death = Literal["kill", "stop", "exit", "stall"]
+Death = Literal["kill", "crash", "exit", "exhaust", "stop", "stall"]
 
 
 class NoWorldError(TestbedError):
@@ -42,7 +42,9 @@ class RankContext:
     hooks: called in order before a collective is recorded and issued; a hook returns the call, another call, or None
         to swallow it (the caller is then told that it completed); it may raise, sleep or end the rank.
     sleep: let seconds pass for this rank, on the clock of its world.
-    die: end or freeze this rank as its world can: "kill", "stop", "exit" or "stall" (never runs again, and says why).
+    die: end or freeze this rank as its world can: "kill", "crash" (SIGSEGV), "exit", "exhaust" (memory: raises what the
+        allocator raises), "stop" or "stall" (never runs again, and says why).
+    pause: let this rank be stopped from outside, and continued after seconds.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class RankContext:
     recorder: Recorder
     sleep: Callable[[float], None]
     die: Callable[[Death, str], None]
+    pause: Callable[[float], None]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     hooks: list[Hook] = field(default_factory=list)
 

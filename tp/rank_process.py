@@ -8,12 +8,16 @@ import gc
 import io
 import os
 import random
+import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,6 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from tpbed.tp import batches, monitored_barrier
 from tpbed.tp import rank as rank_module
 from tpbed.tp.blackbox import BlackBox, Pen, StackFile
 from tpbed.tp.completion import CompletionWatch
@@ -29,11 +34,12 @@ from tpbed.tp.ledger import WORLD
 from tpbed.tp.pickling import pickle_result
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
-from tpbed.tp.recording import BACKEND, RecordingGroup
+from tpbed.tp.recording import BACKEND, Issued, RecordingGroup
 from tpbed.tp.store import join_store, meet
 
 ABORT_SIGNAL = signal.SIGRTMIN + 8
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_PTRACER, _ANYBODY = 15, 0x59616D61, -1
+_LAST_BYTES = 256 << 20  # that a rank gets whose memory is to be exhausted
 
 
 class RunAborted(BaseException):
@@ -59,7 +65,7 @@ class RankProcess:
         """Settle at the station that comes first, then run jobs; ends with the process."""
         self._settle(self._jobs.recv())
         threading.Thread(target=self._obey, name="tpbed-control", daemon=True).start()
-        self._jobs.send("ready")
+        self._jobs.send(("ready", self._gpu()))
         while True:
             told: Job | str = self._jobs.recv()
             if isinstance(told, Job):
@@ -67,10 +73,13 @@ class RankProcess:
                 self._check_joined()
             else:
                 self._leave()
+                self._jobs.send("left")
 
     def _settle(self, station: Station) -> None:
         self._station = station
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_NAME, f"tpbed-rank-{station.rank}".encode(), 0, 0, 0)
+        libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYBODY), 0, 0, 0)  # of the same user: py-spy is no parent of ranks
         sys.path += [folder for folder in station.import_path if folder not in sys.path]
         with contextlib.suppress(OSError):
             os.chdir(station.folder)
@@ -78,6 +87,9 @@ class RankProcess:
         torch.set_num_threads(1)
         self._context = self._new_context()
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
+        monitored_barrier.put_in_place()
+        if station.backend == "nccl":
+            batches.install()
         self._start_state = _State.now()
 
     def _new_context(self) -> RankContext:
@@ -91,8 +103,15 @@ class RankProcess:
             recorder=Recorder(Pen(self._box), time.monotonic_ns),
             sleep=time.sleep,
             die=die,
+            pause=pause,
             device=device,
         )
+
+    def _gpu(self) -> str:
+        """The UUID of the GPU of this rank; "" over gloo."""
+        if self._station.backend == "gloo":
+            return ""
+        return str(torch.cuda.get_device_properties(self._context.device).uuid)
 
     def _run(self, job: Job) -> tuple[bytes | None, bool]:
         """The pickled result, None without one; and whether the group is as it was formed."""
@@ -121,7 +140,7 @@ class RankProcess:
         self._is_running = self._armed = True
         try:
             program = cloudpickle.loads(job.program)  # it may import much: that is no stall
-            self._join(job)
+            self._join(job, getattr(program, "arrive", None))
             payload = pickle_result(program(self._station.rank))
             if self._watch is not None:
                 self._watch.finish()
@@ -150,18 +169,23 @@ class RankProcess:
     def _is_intact(self) -> bool:
         return len(self._groups) == 1 and dist.is_initialized() and dist.group.WORLD is self._groups[0]
 
-    def _join(self, job: Job) -> None:
+    def _join(self, job: Job, arrive: Callable[[int], None] | None) -> None:
         ranks = tuple(range(self._station.world_size))
         if not job.forms_group:
             self._context.recorder.group(WORLD, ranks)
             return
         self._leave()
+        self._context.recorder.rendezvous("outside")
+        if arrive is not None:
+            arrive(self._station.rank)
         self._spared = set(_sockets().values())
         self._start_state.set_environment(MASTER_ADDR=job.store[0], MASTER_PORT=str(job.store[1]))
         store = join_store(job.store, job.prefix)
+        self._context.recorder.rendezvous("arrived")
+        meet(store, len(ranks), "arrived")  # whoever does not come: nobody has begun a group, or has to die for it
         self._joining = True
         dist.init_process_group(BACKEND, store=store, rank=self._station.rank, world_size=len(ranks))
-        meet(store, len(ranks))
+        meet(store, len(ranks), "formed")  # whoever breaks in the first collective must not break others' forming
         self._joining = False
 
     def _create(self, options: Any, _backend_options: Any = None) -> RecordingGroup:
@@ -173,6 +197,7 @@ class RankProcess:
             ranks=members,
             asynchronous=self._watch is not None,
             watch=None if self._watch is None else self._watch_work,
+            watch_message=None if self._watch is None else self._watch_message,
         )
         group.registered_name = options.group_id
         self._groups.append(group)
@@ -181,6 +206,10 @@ class RankProcess:
     def _watch_work(self, work: dist.Work | None, group: str, seq: int) -> None:
         if self._watch is not None:  # that of the run, which may be a later one than the group's first
             self._watch.watch(work, group, seq)
+
+    def _watch_message(self, group: str, seq: int) -> Issued:
+        assert self._watch is not None  # over NCCL there always is one, in a run
+        return self._watch.message(group, seq)
 
     def _transport(self, options: Any) -> Any:
         place = options.store, options.group_rank, options.group_size
@@ -304,8 +333,34 @@ def die(how: Death, reason: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "exit":
         os._exit(1)
+    elif how == "crash":
+        ctypes.string_at(0)
+    elif how == "exhaust":
+        exhaust()
     else:
         stall(reason)
+
+
+def exhaust() -> NoReturn:
+    """Use up the memory that this process may still have, which is little from now until the allocator has raised.
+
+    Raises RuntimeError, of torch's allocator for the CPU.
+    """
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits, taken = resource.getrlimit(resource.RLIMIT_AS), []
+    resource.setrlimit(resource.RLIMIT_AS, (used + _LAST_BYTES, limits[1]))
+    try:
+        while True:
+            taken.append(torch.empty(_LAST_BYTES // 8, dtype=torch.uint8))
+    finally:
+        taken.clear()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def pause(seconds: float) -> None:
+    """RankContext.pause, for real: the shell that stops this process is what continues it."""
+    script = 'kill -STOP "$0" && sleep "$1" && kill -CONT "$0"'
+    subprocess.run(["sh", "-c", script, str(os.getpid()), str(seconds)], check=True)
 
 
 def stall(reason: str) -> NoReturn:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tpbed.tp.blackbox import BlackBox, StackFile, end_event, frame_text
+from tpbed.tp.blackbox import BlackBox, StackFile, end_event, parse_frames
 from tpbed.tp.fork_server import START_S, ForkError, ForkServer
 from tpbed.tp.job import Job, Station
+from tpbed.tp.py_spy import frames_of_stopped, native_stack
 from tpbed.tp.reading import Reading, Threads
 
+LEAVE_S = 3.0  # for an idle rank to drop its groups; else it is replaced
 ABORT_S = 3.0  # for a rank to leave the program that is aborted: long, as machines are loaded; else it is replaced
 _ABORT_AGAIN_S = 0.05
 _SEND_S = 5  # for a rank to take a job
@@ -32,7 +31,7 @@ _DIE_S = 5.0  # for a killed process to be gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Place:
     """Where Ray put an actor."""
 
     node: str
@@ -48,20 +47,20 @@ class RankActor:
     the readings. It also is the driver's lifeline: when it closes, the actor kills its rank and ends.
     """
 
-    def __init__(self, seat: int, driver: tuple[str, int], key: bytes) -> None:
-        """seat: the driver's number for this actor; driver: where it listens; key: proves that we belong to it."""
+    def __init__(self, ticket: int, driver: tuple[str, int], key: bytes) -> None:
+        """ticket: the driver's number for this actor; driver: where it listens; key: proves that we belong to it."""
         self._channel = Client(driver, authkey=key)
         send_at_once(self._channel)
-        self._channel.send(seat)
+        self._channel.send(ticket)
 
-    def place(self) -> Placement:
+    def place(self) -> Place:
         """Where this actor is."""
         import ray
 
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return Placement(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
+        return Place(node=context.get_node_id(), address=address, pid=os.getpid(), gpus=gpus)
 
     def start(self, station: Station, server: str) -> None:
         """Start to serve the driver: fork the rank, from the node's fork server of that name."""
@@ -79,13 +78,14 @@ class Supervisor:
         self._child: Child | None = None  # None once it is dead
         self._run = 0
         self._running = False
+        self._groups: Literal["held", "leaving", "left"] = "left"  # by the rank, since its last run
         self._sent = 0  # bytes of the black box that the driver has
 
     def serve(self) -> None:
         """Until the driver hangs up; then the rank is killed and this process ends."""
         try:
             self._child = self._fork()
-            self._channel.send(("ready", self._child.pid))
+            self._channel.send(("ready", self._child.pid, self._child.gpu))
             while True:
                 self._turn()
         except (EOFError, ConnectionError):
@@ -110,10 +110,14 @@ class Supervisor:
 
     def _hear_rank(self, child: Child) -> None:
         try:
-            run, payload, intact = child.jobs.recv()
+            said = child.jobs.recv()
         except (EOFError, ConnectionError):
             self._notice_death(_DIE_S)
             return
+        if said == "left":
+            self._groups = "left"
+            return
+        run, payload, intact = said
         if self._running and run == self._run:
             self._running = False
             self._channel.send(("ended", run, self._read(), payload, intact))
@@ -126,13 +130,14 @@ class Supervisor:
         child.close()
         self._child = None
         if self._running:
-            self._box.append(_death(status))
+            self._box.append(_death(status, self._stacks.last_words()))
             self._running = False
         self._channel.send(("dead", self._run, self._read()))
 
     def _on_run(self, job: Job) -> None:
         self._box.reset()
-        self._run, self._running, self._sent = job.run, True, 0
+        self._stacks.clear()
+        self._run, self._running, self._sent, self._groups = job.run, True, 0, "held"
         if self._child is None:
             self._running = False
             self._box.append(_death(-signal.SIGKILL))
@@ -153,20 +158,33 @@ class Supervisor:
             frames = frames_of_stopped(child.pid) if child.is_stopped() else self._stacks.ask(child.pidfd)
         self._channel.send(("frames", self._run, _of_program(frames)))
 
+    def _on_stack(self) -> None:
+        child = self._child
+        text = "" if child is None else native_stack(child.pid, stopped=child.is_stopped())
+        self._channel.send(("stack", self._run, text))
+
     def _on_leave(self) -> None:
         """Let an idle rank drop its groups, while nobody waits for it."""
-        if self._child is not None and not self._running:
+        if self._child is not None and not self._running and self._groups == "held":
+            self._groups = "leaving"
             with contextlib.suppress(OSError):  # it is dying: that will be noticed
                 self._child.jobs.send("leave")
 
     def _on_recover(self) -> None:
         self._on_leave()
-        replaced = not (self._child and (not self._running or self._abort(self._child)))
-        self._running = False
+        replaced = not (self._child and (self._abort if self._running else self._has_left)(self._child))
+        self._running, self._groups = False, "left"
         if replaced:
             self._kill()
             self._child = self._fork()
         self._channel.send(("recover", self._run, self._child and self._child.pid, replaced))
+
+    def _on_move(self, station: Station) -> None:
+        """A new process, since its station is another one: ranks were moved to or from this node."""
+        self._station = station
+        self._kill()
+        self._child = self._fork()
+        self._channel.send(("move", self._run, self._child.pid))
 
     def _on_close(self) -> None:
         self._end()
@@ -204,6 +222,14 @@ class Supervisor:
             return False
         return is_out and answered == asked
 
+    def _has_left(self, child: Child) -> bool:
+        """Wait until an idle rank has dropped its groups. False if something in it keeps it from that."""
+        if self._groups == "left":
+            return not child.is_stopped()
+        with contextlib.suppress(EOFError, OSError):
+            return not child.is_stopped() and child.jobs.poll(LEAVE_S) and child.jobs.recv() == "left"
+        return False
+
     def _fork(self) -> Child:
         try:
             return Child.fork(self._server, self._station, self._box, self._stacks)
@@ -230,6 +256,7 @@ class Child:
     def __init__(self, pid: int, jobs: Connection, control: socket.socket) -> None:
         self.pid, self.jobs, self.control = pid, jobs, control
         self.pidfd = os.pidfd_open(pid)
+        self.gpu = ""  # its UUID
 
     @classmethod
     def fork(cls, server: ForkServer, station: Station, box: BlackBox, stacks: StackFile) -> Child:
@@ -249,7 +276,8 @@ class Child:
     def _settle(self, station: Station) -> None:
         try:
             self.jobs.send(station)
-            if self.jobs.poll(START_S) and self.jobs.recv() == "ready":
+            if self.jobs.poll(START_S):
+                _, self.gpu = self.jobs.recv()
                 return
         except (EOFError, OSError):
             pass
@@ -290,10 +318,13 @@ def _state(stat: str) -> str:
         return ""
 
 
-def _death(status: int) -> Any:
+def _death(status: int, last_words: str = "") -> Any:
     at_ns = time.monotonic_ns()
     if status < 0:
-        return end_event(how="killed", signal=-status, message=f"killed by {_signal_name(-status)}", at_ns=at_ns)
+        site = next((frame for frame in parse_frames(last_words) if not frame.startswith("tp/")), "")
+        message = f"killed by {_signal_name(-status)}" + (f" in {site}" if site else "")
+        fields = {"signal": -status, "message": message, "site": site, "traceback": last_words}
+        return end_event(how="killed", at_ns=at_ns, **fields)
     return end_event(how="exited", exit_code=status, message=f"exited with status {status}", at_ns=at_ns)
 
 
@@ -302,17 +333,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have none
         return f"signal {number}"
-
-
-def frames_of_stopped(pid: int) -> tuple[str, ...]:
-    """The Python frames of a suspended process, innermost first, by py-spy; empty where that is missing or fails."""
-    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--json", "--nonblocking", "--pid", str(pid)]
-    try:
-        answer = subprocess.run(command, capture_output=True, timeout=_DIE_S, check=True)
-        frames = next(t for t in json.loads(answer.stdout) if t["thread_name"] == "MainThread")["frames"]
-    except (OSError, subprocess.SubprocessError, ValueError, StopIteration):
-        return ()
-    return tuple(frame_text(frame["filename"], frame["line"], frame["name"]) for frame in frames)
 
 
 def _of_program(frames: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,15 +16,18 @@ import cloudpickle
 
 from tpbed.tp import ray_cluster
 from tpbed.tp.blackbox import end_event, format_event
-from tpbed.tp.crew import Crew, InitError, Message
+from tpbed.tp.crew import Crew, Message
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.job import Backend, Job
 from tpbed.tp.ledger import WORLD, CollectiveRecord, End, Ledger
 from tpbed.tp.pickling import ProgramError, pickle_program
+from tpbed.tp.ray_cluster import InitError
+from tpbed.tp.ray_share import shared_address
 from tpbed.tp.reading import Reading
 from tpbed.tp.run_watch import IDLE_S, RunWatch
+from tpbed.tp.seats import Placement
 from tpbed.tp.store import StoreServer
-from tpbed.tp.world import RankProgram, WorldRun
+from tpbed.tp.world import RankProgram, WorldRun, require_world_size
 
 __all__ = ["ClosedError", "InitError", "ProgramError", "RayWorld"]
 
@@ -49,22 +52,32 @@ class RayWorld:
         backend: Backend = "gloo",
         ray_address: str | None = None,
         progress: Callable[[str], None] | None = None,
+        placement: Placement = "pack",
+        stacks: bool = False,
     ) -> None:
         """Start Ray, unless it is initialised or an address is given (here or as RAY_ADDRESS), and the ranks.
 
-        progress: told what is being waited for.
-        Raises InitError: fewer GPUs than ranks for "nccl"; actors or ranks that do not come up.
+        In a worker of pytest-xdist, the Ray that all workers of the session share is started by the first and joined.
+
+        progress: told what is being waited for. placement: of the ranks, on as few nodes as can be, or over as many.
+        stacks: of ranks that are stuck read the native stacks, too, which takes a second, where py-spy is installed.
+        Raises WorldSizeError; InitError: no such cluster; fewer GPUs than ranks for "nccl", or two ranks on one; actors
+        or ranks that do not come up.
         """
-        self.world_size, self._backend = world_size, backend
+        require_world_size(world_size)
+        self.world_size, self._backend, self._placement = world_size, backend, placement
+        self._reads_stacks = stacks
         self._progress = progress or (lambda _text: None)
         self._crew: Crew | None = None
         self._is_open = True
         self._run_number, self._keeps_group = 0, False
+        self._is_leaving = False  # ranks drop their groups since the last run, and may hang in that
         self._store: StoreServer | None = None
         self._prefix = ""  # of the group's generation in the store
+        address = ray_cluster.find(ray_address)
         ray_cluster.SharedServer.hold()
         try:
-            self._open(ray_address)
+            self._open(address)
         except BaseException:
             self.close()
             raise
@@ -82,9 +95,12 @@ class RayWorld:
     def run(self, program: RankProgram, *, stall_after_s: float = 10.0) -> WorldRun:
         """As World.run. Ctrl-C ends the run and leaves the world ready for the next.
 
+        A rank that is missing when the group is formed ends the run at once if it has ended, after stall_after_s if it
+        is stopped, or alive and outside; after FORM_S (60 s) if it still loads the program, or the connecting hangs.
         Raises ClosedError, and ProgramError if the program cannot be pickled.
         """
         crew, pickled = self._open_crew(), pickle_program(program)
+        self._keeps_group &= not hasattr(program, "arrive")
         with _interrupts_held() as interrupted:
             try:
                 return self._run(crew, pickled, stall_after_s, interrupted)
@@ -111,9 +127,9 @@ class RayWorld:
     ) -> None:
         self.close()
 
-    def _open(self, ray_address: str | None) -> None:
-        self._progress("starting Ray")
-        ray_cluster.connect(ray_address, self.world_size)
+    def _open(self, address: str | None) -> None:
+        self._progress(f"joining Ray at {address}" if address else "starting Ray")
+        ray_cluster.connect(address or shared_address(self.world_size), self.world_size)
         atexit.register(self.close)  # after Ray has registered its own end, so before it
         gpus = ray_cluster.count_gpus()
         if self._backend == "nccl" and gpus < self.world_size:
@@ -122,7 +138,7 @@ class RayWorld:
                 'use a smaller world, or backend="gloo".'
             )
         self._progress(f"forking {self.world_size} ranks")
-        self._crew = Crew(self.world_size, self._backend)
+        self._crew = Crew(self.world_size, self._backend, self._placement)
         self._store = StoreServer(self._crew.address)
 
     def _open_crew(self) -> Crew:
@@ -136,12 +152,13 @@ class RayWorld:
         watch = RunWatch(self.world_size, stall_after_s, time.monotonic(), idle_s=idle_s)
         run = _Run(crew, self._next_job(crew, pickled), watch)
         run.follow(interrupted)
-        seen = run.freeze(self.name)
+        seen = run.freeze(self.name, with_stacks=self._reads_stacks)
         self._keeps_group = run.intact and _is_clean(seen.ledgers)
         if seen.stuck or _has_dead(seen):
             return self._recover(crew, seen, run.over_at)
         if not self._keeps_group:
             crew.tell_all("leave")
+            self._is_leaving = True
         return seen
 
     def _next_job(self, crew: Crew, pickled: bytes) -> Job:
@@ -160,8 +177,8 @@ class RayWorld:
         return job
 
     def _mend(self, crew: Crew) -> None:
-        """Replace what died between runs."""
-        if crew.gone or crew.hear(range(self.world_size), 0.0):
+        """Replace what died between runs, or hangs in dropping the last one's groups."""
+        if self._is_leaving or crew.gone or crew.hear(range(self.world_size), 0.0):
             self._keeps_group = False
             self._make_ready(crew)
 
@@ -171,13 +188,12 @@ class RayWorld:
 
     def _make_ready(self, crew: Crew) -> tuple[int, ...]:
         """Get every rank out of its program, or replace it. Returns the ranks that were replaced."""
+        self._is_leaving = False
         answers = crew.ask(range(self.world_size), "recover")
         for rank, (_, pid, _) in answers.items():
             crew.set_pid(rank, pid)
-        gone = sorted(crew.gone)
-        for rank in gone:
-            crew.replace(rank)
-        return tuple(sorted([*gone, *(rank for rank, (_, _, replaced) in answers.items() if replaced)]))
+        gone = crew.replace(sorted(crew.gone)) if crew.gone else ()
+        return tuple(sorted({*gone, *(rank for rank, (_, _, replaced) in answers.items() if replaced)}))
 
     def _rescue(self, crew: Crew) -> None:
         """After a run was broken off: be ready for the next, or closed."""
@@ -212,10 +228,11 @@ class _Run:
                 raise KeyboardInterrupt
         self.over_at = time.monotonic()
 
-    def freeze(self, world: str) -> WorldRun:
-        """What was seen, with the Python frames of the ranks that did not end."""
-        frames = {rank: found for rank, (_, found) in self._crew.ask(self._watch.open_ranks, "frames").items()}
-        liveness, ledgers, results = self._watch.liveness(frames), list(self._watch.ledgers), []
+    def freeze(self, world: str, *, with_stacks: bool) -> WorldRun:
+        """What was seen, with the Python frames of the ranks that did not end, and their stacks."""
+        frames = self._ask_open("frames")
+        liveness = self._watch.liveness(frames, self._ask_open("stack") if with_stacks else None)
+        ledgers, results = list(self._watch.ledgers), []
         for rank, ledger in enumerate(ledgers):
             result, ledgers[rank] = _unpack(self._payloads.get(rank), ledger)
             results.append(result)
@@ -227,6 +244,9 @@ class _Run:
             stuck=self._watch.stuck,
             proof_ms=self._watch.proof_ms,
         )
+
+    def _ask_open(self, what: str) -> dict[int, Any]:
+        return {rank: found for rank, (_, found) in self._crew.ask(self._watch.open_ranks, what).items()}
 
     def _advance(self) -> bool:
         """Wait until a rank ends, or look at those that have not. True if that proves that the run is over."""

@@ -16,12 +16,14 @@ import torch
 import typing_extensions
 from torch import Tensor
 
-from tpbed.tp.ledger import END_FIELDS, End, Event, State
+from tpbed.tp.ledger import END_FIELDS, End, Event, Rendezvous, State
 
 Sink = Callable[[Event], None]
 Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
 
 _FIELDS_OF_END = attrgetter(*END_FIELDS)
+_RETURNED = _FIELDS_OF_END(End(how="returned"))[:-1]  # all but the time
+_NOTHING: tuple[str, list[int], list[int], int] = ("", [], [], 0)  # the layout of no tensor
 _HERE = str(Path(__file__).parent)
 _BETWEEN = tuple(str(module.__file__) for module in (contextlib, typing_extensions))  # wrap functions of torch
 _SKIP = (_HERE, str(Path(torch.__file__).parent), "<frozen", *_BETWEEN)
@@ -38,11 +40,15 @@ class Recorder:
         self.seqs: dict[str, int] = {}  # the last seq issued in each group
         self.message_seqs: dict[str, int] = {}
 
+    def rendezvous(self, where: Rendezvous) -> None:
+        """How far the rank is on its way to the group that is to be formed."""
+        self._sink(("rendezvous", where))
+
     def group(self, name: str, ranks: Sequence[int]) -> None:
         """A process group was formed; ranks are global, in group order."""
         self.seqs.setdefault(name, 0)
         self.message_seqs.setdefault(name, 0)
-        self._sink(("group", name, list(ranks)))
+        self._sink(("group", name, tuple(ranks)))  # as it is where it is one: a thousand ranks share it
 
     def start(
         self,
@@ -57,7 +63,10 @@ class Recorder:
         """A collective is about to be issued. Returns its seq."""
         seq = self.seqs[group] = self.seqs[group] + 1
         site = call_site(sys._getframe(1))
-        self._sink(("start", group, seq, op, *_layout(payload), reduce_op, root, site, waited, state, self._clock()))
+        dtype, shape, stride, size = _NOTHING if payload is None else _layout(payload)
+        self._sink(
+            ("start", group, seq, op, dtype, shape, stride, size, reduce_op, root, site, waited, state, self._clock())
+        )
         return seq
 
     def state(self, group: str, seq: int, state: State, error: str = "") -> None:
@@ -67,6 +76,10 @@ class Recorder:
     def wait(self, group: str, seq: int) -> None:
         """The rank blocks on a collective that it had issued without waiting."""
         self._sink(("wait", group, seq))
+
+    def ask(self, group: str, seq: int) -> None:
+        """The rank asked whether a collective is complete, and it was not."""
+        self._sink(("ask", group, seq))
 
     def message(self, group: str, op: str, peer: int | None, tag: int, payload: Tensor) -> int:
         """A message is about to be sent or received; peer as in MessageRecord. Returns its seq."""
@@ -109,7 +122,7 @@ class Recorder:
 
     def returned(self) -> None:
         """The rank program returned."""
-        self.end(End(how="returned", at_ns=self._clock()))
+        self._sink(("end", *_RETURNED, self._clock()))
 
     def raised(self, error: BaseException) -> None:
         """The rank program raised; the site is the innermost frame outside torch and tpbed.tp."""
@@ -133,9 +146,7 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _layout(payload: Tensor | None) -> tuple[str, list[int], list[int], int]:
-    if payload is None:
-        return "", [], [], 0
+def _layout(payload: Tensor) -> tuple[str, list[int], list[int], int]:
     return _name(payload.dtype), list(payload.shape), list(payload.stride()), payload.numel() * payload.element_size()
 
 
@@ -146,20 +157,32 @@ def _name(dtype: torch.dtype) -> str:
 
 def call_site(frame: FrameType | None) -> str:
     """`file:line function` of the nearest frame outside torch and tpbed.tp; the file with its folder."""
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
+    while frame is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def error_site(error: BaseException) -> str:
-    """`file:line function` of the innermost frame of an error outside torch and tpbed.tp."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_SKIP)]
-    return _site(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
+    """`file:line function` of the innermost frame of an error outside torch and tpbed.tp.
+
+    Nor in functions that hide themselves by the convention of pytest, as pytest.fail and helpers of assertions do.
+    """
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_hidden(frame)]
+    return _site(frames[-1][0].f_code.co_filename, frames[-1][1], frames[-1][0].f_code.co_name) if frames else ""
+
+
+def _is_hidden(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_SKIP) or bool(frame.f_locals.get("__tracebackhide__"))
 
 
 @cache
 def _site(filename: str, line: int, function: str) -> str:
     return f"{_with_folder(filename)}:{line} {function}"
+
+
+@cache
+def _is_skipped(filename: str) -> bool:
+    return filename.startswith(_SKIP)
 
 
 @cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import cache, partial
+from operator import is_not
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,21 +18,28 @@ from tpbed.tp.recorder import Recorder
 
 BACKEND = "tpbed"  # the name under which worlds register their groups with torch.distributed
 Watch = Callable[[dist.Work, str, int], None]
+Issued = Callable[[dist.Work | None], None]  # to be told that a message was issued, with its handle
 
 
 class Entry:
     """The place in the ledger of a collective that was issued: what its handle comes to is written there."""
 
-    __slots__ = ("_done", "_group", "_recorder", "_seq", "_waited")
+    __slots__ = ("_asked", "_done", "_group", "_recorder", "_seq", "waited")
 
-    def __init__(self, recorder: Recorder, group: str, seq: int, *, waited: bool) -> None:
+    def __init__(self, recorder: Recorder, group: str, seq: int, waited: bool) -> None:
         self._recorder, self._group, self._seq = recorder, group, seq
-        self._waited, self._done = waited, False
+        self.waited, self._done, self._asked = waited, False, False
+
+    def ask(self) -> None:
+        """The rank asks whether it has completed, and may do so for ever."""
+        if not (self._asked or self._done or self.waited):
+            self._asked = True
+            self._recorder.ask(self._group, self._seq)
 
     def wait(self) -> None:
         """The rank blocks until it completes."""
-        if not self._waited:
-            self._waited = True
+        if not self.waited:
+            self.waited = True
             self._recorder.wait(self._group, self._seq)
 
     def complete(self) -> None:
@@ -65,7 +74,8 @@ class RecordedWork(dist.Work):
         return answer
 
     def is_completed(self) -> bool:
-        """True once the transport says so."""
+        """True once the transport says so. That it was asked in vain is written before a rank may ask for ever."""
+        self._entry.ask()
         done = bool(self._inner.is_completed())
         if done:
             self._entry.complete()
@@ -173,8 +183,9 @@ class RecordingGroup(dist.ProcessGroup):
 
     Takes the calls that torch.distributed makes, which are one form each of the overloads of its base class.
     label: the group's name in the ledger, the same on all its members.
-    ranks: global ranks of the members, in group order.
-    asynchronous: `wait` does not block the host (NCCL); `watch` is then given each handle to find its completion.
+    ranks: global ranks of the members, in group order. place: the rank's own among them, looked up where not given.
+    asynchronous: `wait` does not block the host (NCCL); `watch` is then given each handle to find its completion, and
+        `watch_message` hears of each message before it is issued.
     """
 
     def __init__(
@@ -184,12 +195,16 @@ class RecordingGroup(dist.ProcessGroup):
         *,
         label: str,
         ranks: tuple[int, ...],
+        place: int | None = None,
         asynchronous: bool = False,
         watch: Watch | None = None,
+        watch_message: Callable[[str, int], Issued] | None = None,
     ) -> None:
-        super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
+        own = ranks.index(context.rank) if place is None else place
+        super().__init__(own, len(ranks))  # type: ignore[call-arg]
         self.inner, self._context, self.label = inner, context, label
-        self._asynchronous, self._watch = asynchronous, watch
+        self._asynchronous, self._watch, self._watch_message = asynchronous, watch, watch_message
+        self.batch: list[Issued] | None = None  # while messages are issued that have one handle for all
         context.recorder.group(label, ranks)
 
     registered_name = ""  # in torch's C++ registry, by which functional collectives find it
@@ -319,16 +334,18 @@ class RecordingGroup(dist.ProcessGroup):
     def _pass_on(self, op: str, tensors: Any, peer: int | None, tag: int) -> dist.Work:
         """A message; hooks, which count collectives, do not see it."""
         recorder = self._context.recorder
-        if self._asynchronous:
-            raise NotImplementedError(f"{op} over NCCL is not recorded yet: use gloo or a simulated world for it.")
-        seq = recorder.message(self.label, op, peer, tag, tensors[0])
+        seq = recorder.message(self.label, op, peer, 0 if self._asynchronous else tag, tensors[0])  # NCCL has no tags
+        issued = None if self._watch_message is None else self._watch_message(self.label, seq)
         method = getattr(self.inner, "recv_anysource" if peer is None else op)
         try:
             work = method(tensors, tag) if peer is None else method(tensors, peer, tag)
         except BaseException as error:
             recorder.message_state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
             raise
-        return RecordedMessage(work, recorder, self.label, seq, anysource=peer is None)
+        if issued is None:
+            return RecordedMessage(work, recorder, self.label, seq, anysource=peer is None)
+        self.batch.append(issued) if self.batch is not None else issued(work)
+        return work  # type: ignore[no-any-return]
 
     def _issue(self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, *extra: Any) -> dist.Work:
         if not self._context.hooks:
@@ -357,13 +374,14 @@ class RecordingGroup(dist.ProcessGroup):
     def _record(
         self, method: str, op: str, outputs: Any, inputs: Any, payload: Tensor | None, extra: tuple[Any, ...]
     ) -> dist.Work:
-        given, recorder = _given(extra[-1]), self._context.recorder
-        waited = not given.asynchronous and not self._asynchronous
+        asynchronous, reduce_op, root = _given(extra[-1])
+        waited = not (asynchronous or self._asynchronous)
         state: State = "scheduled" if self._asynchronous else "started"
-        seq = recorder.start(self.label, op, payload, given.reduce_op, given.root, waited, state)
-        arguments = [argument for argument in (outputs, inputs, *extra) if argument is not None]
+        recorder = self._context.recorder
+        seq = recorder.start(self.label, op, payload, reduce_op, root, waited, state)
+        issue = getattr(self.inner, method, None) or method_of(self.inner, method)
         try:
-            work = method_of(self.inner, method)(*arguments)
+            work = issue(*filter(_IS_GIVEN, (outputs, inputs, *extra)))
         except BaseException as error:
             recorder.state(self.label, seq, "failed", f"{type(error).__name__}: {error}")
             raise
@@ -373,29 +391,29 @@ class RecordingGroup(dist.ProcessGroup):
         if self._watch is not None:
             self._watch(work, self.label, seq)
             return work
-        return RecordedWork(work, Entry(self._context.recorder, self.label, seq, waited=waited))
+        return RecordedWork(work, Entry(self._context.recorder, self.label, seq, waited))
 
 
-class _Given(NamedTuple):
-    """What the options of a call say that the ledger holds."""
-
-    asynchronous: bool
-    reduce_op: str
-    root: int | None
+_IS_GIVEN = partial(is_not, None)
 
 
-def _given(opts: Any) -> _Given:
-    """Asking options for what their class does not have is dear, so that is asked once."""
-    kind = type(opts)
-    if kind not in _FIELDS:
-        _FIELDS[kind] = tuple(hasattr(kind, name) for name in ("asyncOp", "reduceOp", "rootRank"))
-    asynchronous, reduces, rooted = _FIELDS[kind]
-    return _Given(
+def _given(opts: Any) -> tuple[bool, str, int | None]:
+    """What the options of a call say: whether it is asynchronous, the reduce op, the root.
+
+    Asking options for what their class does not have is dear, so that is asked once.
+    """
+    kind: Any = type(opts)
+    asynchronous, reduces, rooted = _fields(kind)
+    return (
         asynchronous and opts.asyncOp,
         _NAMES_OF_REDUCE_OPS[hash(opts.reduceOp)] if reduces else "",
         opts.rootRank if rooted else None,
     )
 
 
-_FIELDS: dict[type, tuple[bool, ...]] = {}
+@cache
+def _fields(kind: type) -> tuple[bool, ...]:
+    return tuple(hasattr(kind, name) for name in ("asyncOp", "reduceOp", "rootRank"))
+
+
 _NAMES_OF_REDUCE_OPS = {hash(getattr(dist.ReduceOp, name)): name for name in dist.ReduceOp.RedOpType.__members__}

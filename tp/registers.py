@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -28,6 +28,7 @@ _ENVIRONB: Any = os.environb
 class RankGroups(c10d._World):
     """torch.distributed's book of process groups, for one rank; torch itself keeps one, in globals."""
 
+    default_pg: Any = None  # asked for several times at every call: here a plain attribute
     pg_map: Any = None
     pg_names: Any = None
     pg_group_ranks: Any = None
@@ -42,8 +43,7 @@ class RankGroups(c10d._World):
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """What a rank starts with that its peers do not have."""
 
     context: RankContext
@@ -68,8 +68,31 @@ class Register(Protocol):
         ...
 
 
+class NameRegister:
+    """A register of a few names whose values a rank changes only in place: they are read once, and set at every turn.
+
+    places: the namespaces and names, all of which get the same value.
+    """
+
+    places: tuple[tuple[dict[str, Any], str], ...]
+
+    def save(self) -> Any:
+        """The value."""
+        namespace, name = self.places[0]
+        return namespace[name]
+
+    def load(self, saved: Any) -> None:
+        """Set the names to the value of the caller, when all ranks have ended."""
+        for namespace, name in self.places:
+            namespace[name] = saved
+
+    def start(self, start: Start) -> Any:
+        """As Register."""
+        raise NotImplementedError
+
+
 class QuietRegister:
-    """A register of what few ranks ever change."""
+    """A register of what few ranks ever change, and with which all start alike."""
 
     def save(self) -> Any:
         """As Register."""
@@ -79,8 +102,8 @@ class QuietRegister:
         """As Register."""
         raise NotImplementedError
 
-    def start(self, start: Start) -> Any:
-        """As Register."""
+    def start(self) -> Any:
+        """As Register; the same object again where it can be."""
         raise NotImplementedError
 
     def looks(self) -> Sequence[Callable[[], Any]]:
@@ -99,8 +122,7 @@ class TorchModes:
         """Leaves grad mode on, inference mode off, no modes and no default device."""
         guard = _GUARD(False)  # serves once
         guard.__enter__()
-        functions, dispatches = _FUNCTION_MODES(), _DISPATCH_MODES()
-        return guard, (_take_modes(functions, dispatches) if functions or dispatches else None)
+        return guard, (_take_modes() if _FUNCTION_MODES() or _DISPATCH_MODES() else None)
 
     def load(self, saved: Any) -> None:
         """Modes first: the guard has the last word on dispatch keys."""
@@ -123,11 +145,11 @@ _DISPATCH_MODES = torch._C._len_torch_dispatch_stack
 _ANY_AUTOCAST = torch._C._is_any_autocast_enabled
 
 
-def _take_modes(functions: int, dispatches: int) -> Any:
+def _take_modes() -> Any:
     device = getattr(_device, "CURRENT_DEVICE", None), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     taken = (
-        [torch._C._pop_torch_function_stack() for _ in range(functions)],
-        [torch._C._pop_torch_dispatch_stack(None) for _ in range(dispatches)],
+        [torch._C._pop_torch_function_stack() for _ in range(_FUNCTION_MODES())],
+        [torch._C._pop_torch_dispatch_stack(None) for _ in range(_DISPATCH_MODES())],
         device,
     )
     _device.CURRENT_DEVICE = torch._GLOBAL_DEVICE_CONTEXT.device_context = None
@@ -159,7 +181,7 @@ class AutocastTypes(QuietRegister):
 
     def load(self, saved: Any) -> None:
         """Both dtypes and the switch."""
-        if saved is not self._loaded:
+        if saved != self._loaded:
             for device, dtype in zip(_DEVICES, saved[:-1], strict=True):
                 torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_cache_enabled(saved[-1])
@@ -167,10 +189,9 @@ class AutocastTypes(QuietRegister):
 
     def looks(self) -> Sequence[Callable[[], Any]]:
         """Where autocast is on, there may be casts to forget at every turn."""
-        types = (partial(_AUTOCAST_TYPE, device) for device in _DEVICES)
-        return (object,) if _ANY_AUTOCAST() else (_ANY_AUTOCAST, *types, _KEEPS_CASTS)
+        return (object,) if _ANY_AUTOCAST() else _AUTOCAST_LOOKS
 
-    def start(self, start: Start) -> Any:
+    def start(self) -> Any:
         """torch's own defaults."""
         return _AUTOCAST_START
 
@@ -179,6 +200,11 @@ _DEVICES = ("cpu", "cuda")
 _AUTOCAST_TYPE = torch.get_autocast_dtype
 _KEEPS_CASTS = torch.is_autocast_cache_enabled
 _AUTOCAST_START = (torch.bfloat16, torch.float16, True)
+_AUTOCAST_LOOKS: Sequence[Callable[[], Any]] = (
+    _ANY_AUTOCAST,
+    *(partial(_AUTOCAST_TYPE, device) for device in _DEVICES),
+    _KEEPS_CASTS,
+)
 
 
 class DefaultType(QuietRegister):
@@ -197,7 +223,7 @@ class DefaultType(QuietRegister):
         if torch.get_default_dtype() is not saved:
             torch.set_default_dtype(saved)
 
-    def start(self, start: Start) -> Any:
+    def start(self) -> Any:
         """torch's own default."""
         return torch.float32
 
@@ -205,25 +231,24 @@ class DefaultType(QuietRegister):
 class WarningFilters:
     """What catch_warnings replaces: the filters of the `warnings` module, and the functions that show a warning."""
 
-    def save(self) -> Any:
-        """The list of filters itself, and the functions."""
-        return _WARNINGS.filters, _WARNINGS.showwarning, _WARNINGS._showwarnmsg_impl
+    def __init__(self) -> None:
+        self.save = partial(attrgetter("filters", *_WARNING_FUNCTIONS), warnings)  # the list itself, and the functions
 
     def load(self, saved: Any) -> None:
         """What warnings has found out with other filters is void."""
-        filters, show, record = saved
-        if _WARNINGS.filters is not filters:
-            _WARNINGS.filters = filters
+        module, (filters, show, record) = _WARNINGS, saved
+        if module["filters"] is not filters:
+            module["filters"] = filters
             _FILTERS_CHANGED()
-        if _WARNINGS.showwarning is not show or _WARNINGS._showwarnmsg_impl is not record:
-            _WARNINGS.showwarning, _WARNINGS._showwarnmsg_impl = show, record
+        module["showwarning"], module["_showwarnmsg_impl"] = show, record
 
     def start(self, start: Start) -> Any:
         """A copy of the caller's."""
         return list(start.filters), *self.save()[1:]
 
 
-_WARNINGS: Any = warnings
+_WARNINGS = vars(warnings)
+_WARNING_FUNCTIONS = ("showwarning", "_showwarnmsg_impl")
 _FILTERS_CHANGED: Callable[[], None] = vars(warnings).get("_filters_mutated", lambda: None)
 
 
@@ -265,17 +290,18 @@ class Variables(dict[bytes, bytes]):
         self.written.add(name)
 
 
-class Environment:
-    """os.environ. Each rank has its own; C's copy, which subprocesses inherit, holds what was written last."""
+class Environment(NameRegister):
+    """os.environ, which is a view of one dict with os.environb.
 
-    def save(self) -> Any:
-        """The variables themselves."""
-        return _ENVIRON._data
+    Each rank has its own; C's copy, which subprocesses inherit, holds what was written last.
+    """
+
+    places = ((vars(_ENVIRON), "_data"), (vars(_ENVIRONB), "_data"))
 
     def load(self, saved: Any) -> None:
-        """os.environ and os.environb are two views of one dict; where it is the caller's, C's copy follows it."""
-        _ENVIRON._data = _ENVIRONB._data = saved
-        if Variables.written and not isinstance(saved, Variables):
+        """C's copy follows."""
+        super().load(saved)
+        if Variables.written:
             _restore_c_environment(saved)
 
     def start(self, start: Start) -> Any:
@@ -297,32 +323,20 @@ def _restore_c_environment(variables: Mapping[bytes, bytes]) -> None:
     Variables.written.clear()
 
 
-class Groups:
-    """torch.distributed's book of process groups."""
+class Groups(NameRegister):
+    """torch.distributed's book of process groups, which it looks up at every call."""
 
-    def save(self) -> Any:
-        """It."""
-        return c10d._world
-
-    def load(self, saved: Any) -> None:
-        """torch.distributed looks it up at every call."""
-        c10d._world = saved
+    places = ((vars(c10d), "_world"),)
 
     def start(self, start: Start) -> Any:
         """The rank's own."""
         return start.groups
 
 
-class Context:
+class Context(NameRegister):
     """The rank that tpbed.tp.rank speaks for."""
 
-    def save(self) -> Any:
-        """Its context."""
-        return current_rank._current
-
-    def load(self, saved: Any) -> None:
-        """Make it the current one."""
-        current_rank.enter(saved)
+    places = ((vars(current_rank), "_current"),)
 
     def start(self, start: Start) -> Any:
         """The rank's own."""

@@ -9,10 +9,10 @@ from dataclasses import replace
 from tpbed.tp.blackbox import parse_events
 from tpbed.tp.ledger import WORLD, Event, Ledger, read_ledger
 from tpbed.tp.reading import Reading, Threads
-from tpbed.tp.stuck import find_stuck
+from tpbed.tp.stuck import find_missing, find_stuck
 from tpbed.tp.world import Liveness
 
-FORM_S = 60.0  # for all ranks to join the group
+FORM_S = 60.0  # for ranks to load the program, and for the group to be formed once all have come to the rendezvous
 _LOOK_S = (0.003, 0.025)  # from one look to the next: after something happened, and when nothing happens for long
 _AGAIN_S = 0.001  # to the look that confirms a proof
 _AFTER_DEATH_S = 0.025  # what a death does to its peers by itself, such as errors of gloo, is let happen
@@ -57,7 +57,9 @@ class _Seen:
             self._ledger = None
         self.last_event_at = max(self.last_event_at, asked_at - reading.quiet_ns / 1e9)
         self.stopped_since = (self.stopped_since or asked_at) if reading.stopped else None
-        self._compare(reading.threads, asked_at)
+        self._compare(
+            None if reading.stopped else reading.threads, asked_at
+        )  # stopped is not idle: it may be continued
         return moved
 
     def _compare(self, threads: Threads | None, at: float) -> None:
@@ -128,10 +130,14 @@ class RunWatch:
         self.look_s = max(self.look_s, 4 * (time.thread_time() - began_s))
         return bool(stuck) or not self.open_ranks
 
-    def liveness(self, frames: dict[int, tuple[str, ...]]) -> tuple[Liveness, ...]:
-        """How the ranks looked at the last judgement; frames: of those that did not end."""
+    def liveness(
+        self, frames: dict[int, tuple[str, ...]], stacks: dict[int, str] | None = None
+    ) -> tuple[Liveness, ...]:
+        """How the ranks looked at the last judgement; frames, stacks: of those that did not end."""
+        stacks = stacks or {}
         return tuple(
-            replace(self._look(seen, self._judged_at), frames=frames.get(seen.rank, ())) for seen in self._seen
+            replace(look, frames=frames.get(rank, ()), stack=stacks.get(rank, ""))
+            for rank, look in enumerate(self._look(seen, self._judged_at) for seen in self._seen)
         )
 
     def _find(self, now: float) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ class RunWatch:
         if end is not None:
             return Liveness(state="dead" if end.how in ("killed", "exited") else "ended", detail=end.message)
         if WORLD not in seen.ledger.groups:
-            return self._look_at_joining(now)
+            return self._look_at_joining(seen, now)
         quiet_s = 0.0 if seen.waits() else now - seen.last_event_at
         if seen.stopped_since is not None and max(quiet_s, now - seen.stopped_since) >= self._stall_after_s:
             return Liveness(state="stopped", detail="suspended, as by SIGSTOP")
@@ -162,14 +168,20 @@ class RunWatch:
             return Liveness(state="stalled", detail=f"no progress outside any collective for {quiet_s:.1f} s")
         return Liveness(state="running")
 
-    def _look_at_joining(self, now: float) -> Liveness:
-        missing = [s.rank for s in self._seen if s.ledger.end is not None and WORLD not in s.ledger.groups]
-        if missing or now - self._began > FORM_S:
-            late = missing or [s.rank for s in self._seen if WORLD not in s.ledger.groups]
-            return Liveness(
-                state="stalled", detail=f"the group was not formed: rank {', '.join(map(str, late))} missing"
-            )
-        return Liveness(state="running")
+    def _look_at_joining(self, seen: _Seen, now: float) -> Liveness:
+        """A rank that has come to the rendezvous waits for all; one that has not may still come, for a while."""
+        lost = [rank for rank in find_missing(self.ledgers) if self._never_comes(self._seen[rank], now)]
+        if not lost or (seen.rank not in lost and seen.ledger.rendezvous != "arrived"):
+            return Liveness(state="running")
+        told = f"the group was not formed: rank {', '.join(map(str, lost))} missing"
+        return Liveness(state="stalled" if seen.stopped_since is None else "stopped", detail=told)
+
+    def _never_comes(self, seen: _Seen, now: float) -> bool:
+        if seen.ledger.end is not None or now - self._began > FORM_S:
+            return True
+        if seen.ledger.rendezvous != "outside" and seen.stopped_since is None:
+            return False  # it loads its program, which may import much; or all have come, and the group is being formed
+        return now - max(one.last_event_at for one in self._seen) >= self._stall_after_s
 
     def _prove(self, looks: Sequence[Liveness]) -> frozenset[int]:
         """The ranks that wait for one that will never come; a stopped or stalled one is taken as such."""

@@ -24,13 +24,17 @@ class Schedule(Protocol):
         """A run begins: choose as in any first run, so that a world repeats itself exactly."""
         ...
 
-    def choose(self, runnable: Sequence[int]) -> int:
-        """One of `runnable`, which is in ascending order; it is the caller's own list, to be read and not kept."""
+    def choose(self, runnable: Sequence[int], asks: int = -1) -> int:
+        """One of `runnable`, which is in ascending order; it is the caller's own list, to be read and not kept.
+
+        asks: the one of them, if any, that has just asked for something and not got it: it may have its turn again, but
+            a schedule that always gives it one may never end.
+        """
         ...
 
 
 class RoundRobin:
-    """A rank keeps its turn until it must wait; then the next higher one runs, and after the highest the lowest."""
+    """A rank keeps its turn until it must wait, or asks in vain; then the next higher one runs, the lowest at last."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -42,10 +46,11 @@ class RoundRobin:
         """Start over with the lowest rank."""
         self._last = 0
 
-    def choose(self, runnable: Sequence[int]) -> int:
+    def choose(self, runnable: Sequence[int], asks: int = -1) -> int:
         """The last choice, or the next rank above it."""
-        place = bisect_left(runnable, self._last)
-        self._last = runnable[place if place < len(runnable) else 0]
+        others = runnable if asks < 0 else [rank for rank in runnable if rank != asks]
+        place = bisect_left(others, self._last)
+        self._last = others[place if place < len(others) else 0]
         return self._last
 
 
@@ -63,7 +68,7 @@ class Seeded:
         """Start over from the seed."""
         self._random.seed(self.seed)
 
-    def choose(self, runnable: Sequence[int]) -> int:
+    def choose(self, runnable: Sequence[int], asks: int = -1) -> int:
         """One of `runnable`, by the next random number."""
         return runnable[int(self._random.random() * len(runnable))]
 
@@ -88,13 +93,13 @@ class Replayed:
         if self.then is not None:
             self.then.begin()
 
-    def choose(self, runnable: Sequence[int]) -> int:
+    def choose(self, runnable: Sequence[int], asks: int = -1) -> int:
         """The next recorded choice.
 
         Raises ScheduleError if there is none, or if that rank cannot run: the program is not the recorded one.
         """
         if self._taken == len(self.choices):
-            return self._go_on(runnable)
+            return self._go_on(runnable, asks)
         choice = self.choices[self._taken]
         self._taken += 1
         if choice not in runnable:
@@ -104,9 +109,9 @@ class Replayed:
             )
         return choice
 
-    def _go_on(self, runnable: Sequence[int]) -> int:
+    def _go_on(self, runnable: Sequence[int], asks: int) -> int:
         if self.then is not None:
-            return self.then.choose(runnable)
+            return self.then.choose(runnable, asks)
         raise ScheduleError(
             f"all {self._taken} recorded choices are taken and ranks {list(runnable)} could still run: "
             "replay the program that was recorded, with its arguments and world size."

@@ -4,7 +4,8 @@ Steps that are independent (Touch.meets) commute, so of all schedules that diffe
 run: source sets and sleep sets (Abdulla, Aronis, Jonsson, Sagonas: Optimal Dynamic Partial Order Reduction, POPL 2014).
 
 What is covered: every order of turns that SimulatedWorld can give, if ranks talk through torch.distributed alone, and
-no rank asks in vain more than `patience` times (is_completed, sleep(0)) while another that could go on is kept waiting.
+no rank asks in vain more than `patience` times in a row while another that could go on is kept waiting: is_completed of
+collectives that are not complete, or sleep(0) while nothing happens.
 
 What is not: other times than the world's own clock gives, which takes a microsecond for a turn and nothing for
 computing, so that a rank is late only if it sleeps; ranks that share Python objects; clocks read to the microsecond.
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from tpbed.tp.errors import TestbedError
+from tpbed.tp.orders import count_orders
 from tpbed.tp.schedule import Replayed, RoundRobin
 from tpbed.tp.searched_run import SearchedRun, Step, Touch
 from tpbed.tp.simulated import SimulatedWorld
@@ -47,6 +49,8 @@ class Exploration:
     schedules: int  # that were run to their end, no two of them equivalent
     pruned: int  # that were begun, and left since they are equivalent to one that was run
     complete: bool  # all were searched; else the limit came first, or a run without an end
+    orders: int | None = None  # that those stand for, all told; None if that is not known: see trust_overlap
+    patience: int = 0  # what held ranks back that ask in vain; 0 if nothing did
     bad: Replayed | None = None  # the shortest schedule found that is not as it should be
     bad_run: WorldRun | None = None  # what the ranks did under it
 
@@ -76,7 +80,8 @@ def explore(
 
     limit: runs. patience: what this module's docstring says of fairness; at least 1.
     trust_overlap: take it that ranks leave the tensors of an asynchronous collective alone until they have waited for
-        it. Otherwise every order of ranks is run at each of these, since who comes last moves the data.
+        it. Otherwise every order of ranks is run at each of these, since who comes last moves the data. With it the
+        orders that the runs stand for are not counted: who comes last may do more in one turn.
     reduce: False runs equivalent schedules as well, as the tests of the reduction do.
     Raises NotRepeatableError if the program does something else when it is run again.
     Cost: a run for each schedule; the number of schedules grows exponentially with what ranks do at the same time.
@@ -92,6 +97,8 @@ def explore(
         schedules=tree.schedules,
         pruned=tree.pruned,
         complete=not tree.goes_on and not tree.unended,
+        orders=None if trust_overlap else tree.orders,
+        patience=patience * tree.held_back,
         bad=best.schedule,
         bad_run=best.run,
     )
@@ -145,19 +152,22 @@ class _Tree:
         self._reduce = reduce
         self._path: list[_Node] = []
         self._run: Any = None
-        self.goes_on = True
+        self.goes_on, self.held_back = True, False
+        self.orders: int | None = 0
         self.schedules = self.pruned = self.unended = 0  # runs
 
     @contextmanager
     def one_run(self) -> Iterator[None]:
         """Count what becomes of a run, and turn back after it."""
+        whole = False
         try:
             yield
             self.schedules += 1
+            whole = True
         except _Cut as cut:
             self.pruned += not cut.too_long
             self.unended += cut.too_long
-        self._turn_back()
+        self._turn_back(whole)
 
     def steer(self, run: SearchedRun, options: Sequence[int]) -> int:
         """The next choice of the run: as on the path, and at its end whatever is awake, as round-robin would."""
@@ -185,14 +195,16 @@ class _Tree:
         before = node.asleep | node.tried
         return {rank: of for rank, of in before.items() if rank != node.choice and not of.meets(touch)}
 
-    def _turn_back(self) -> None:
+    def _turn_back(self, whole: bool) -> None:
         """The run is over: go back to the last place where another choice is to be tried."""
-        steps, self._run = self._run.steps, None
+        steps, self.held_back, self._run = self._run.steps, self.held_back or self._run.held_back, None
         if len(steps) < len(self._path):
             raise _not_repeatable(len(steps), "the run was over", self._path[len(steps)])
         del steps[len(self._path) :]
-        if self._reduce:
-            self._want_reversals(steps)
+        pasts = self._want_reversals(steps) if self._reduce else []
+        if whole and self.orders is not None:
+            orders = count_orders(pasts) if self._reduce else 1
+            self.orders = None if orders is None else self.orders + orders
         while self._path:
             node = self._path[-1]
             node.tried[node.choice] = steps[len(self._path) - 1].touch
@@ -203,13 +215,15 @@ class _Tree:
             self._path.pop()
         self.goes_on = False
 
-    def _want_reversals(self, steps: Sequence[Step]) -> None:
+    def _want_reversals(self, steps: Sequence[Step]) -> list[int]:
+        """Returns what must come before each step, as bits."""
         pasts: list[int] = []
         for number in range(len(steps)):
             past, races = _past(steps, pasts, number)
             pasts.append(past)
             for other in races:
                 self._want(steps, pasts, other, number)
+        return pasts
 
     def _want(self, steps: Sequence[Step], pasts: Sequence[int], first: int, second: int) -> None:
         """Let the later of two steps that race come first, with what it needs, and without what needs the earlier."""

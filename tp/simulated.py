@@ -13,21 +13,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+from greenlet import getcurrent, greenlet
 
 from tpbed.tp.attribution import Attribution
 from tpbed.tp.errors import TestbedError
-from tpbed.tp.isolation import Isolation
+from tpbed.tp.isolation import CallersOwn
 from tpbed.tp.schedule import RoundRobin, Schedule
 from tpbed.tp.simulated_run import REFUSALS, SimulatedRun
 from tpbed.tp.torch_seam import TorchSeam
+from tpbed.tp.virtual_exit import VirtualExit
 from tpbed.tp.virtual_time import VirtualTime
-from tpbed.tp.world import RankProgram, WorldRun
+from tpbed.tp.world import RankProgram, WorldRun, require_world_size
 
 _running: SimulatedRun | None = None
-_TIME, _ATTRIBUTION = VirtualTime(), Attribution()
+_TIME, _EXIT, _ATTRIBUTION = VirtualTime(), VirtualExit(), Attribution()
 
 
 class NestedWorldError(TestbedError):
@@ -36,10 +38,6 @@ class NestedWorldError(TestbedError):
 
 class ClosedWorldError(TestbedError):
     """A world was to run after it was closed."""
-
-
-class WorldSizeError(TestbedError):
-    """A world cannot have so many ranks."""
 
 
 class UnwindError(TestbedError):
@@ -61,13 +59,14 @@ class SimulatedWorld:
     def __init__(
         self, world_size: int = 4, schedule: Schedule | None = None, device: str | torch.device = "cpu"
     ) -> None:
-        if world_size < 1:
-            raise WorldSizeError(f"world_size={world_size}: a world has one rank at least.")
+        require_world_size(world_size)
         self.world_size = world_size
         self.schedule: Schedule = RoundRobin() if schedule is None else schedule
         self.device = torch.device(device)
         self.choices: tuple[int, ...] = ()  # of the last run: Replayed(choices) repeats it
         self._closed = False
+        self._base: Any = None  # where the last program was run: in which greenlet, and how many frames deep
+        self._idle: list[greenlet] = []  # that served it
 
     def run(self, program: RankProgram, *, stall_after_s: float = 10.0) -> WorldRun:
         """Run `program` on every rank until all have ended or the rest are stuck for good.
@@ -78,7 +77,9 @@ class SimulatedWorld:
         if a program did not let the run end. This world can run the next program after any of them.
         """
         self._require_free()
-        run = self.make_run(program, world_size=self.world_size, schedule=self.schedule, device=self.device)
+        run = self.make_run(
+            program, world_size=self.world_size, schedule=self.schedule, device=self.device, idle=self._greenlets()
+        )
         seam = TorchSeam(run)
         with _in_place(run, seam):
             try:
@@ -94,8 +95,9 @@ class SimulatedWorld:
         return report()
 
     def close(self) -> None:
-        """Run no more; idempotent. Between runs a world holds nothing else."""
+        """Run no more; idempotent. Between runs a world holds nothing else but idle greenlets."""
         self._closed = True
+        self._idle = []
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +106,13 @@ class SimulatedWorld:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _greenlets(self) -> list[greenlet]:
+        """Those that can serve again: of this thread, and made as deep in the stack."""
+        base = getcurrent(), _depth()
+        if base != self._base:
+            self._base, self._idle = base, []
+        return self._idle
 
     def _require_free(self) -> None:
         if self._closed:
@@ -114,21 +123,28 @@ class SimulatedWorld:
             )
 
 
+def _depth() -> int:
+    """Frames in the stack."""
+    frame, count = sys._getframe(1).f_back, 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
+
+
 @contextmanager
 def _in_place(run: SimulatedRun, seam: TorchSeam) -> Iterator[None]:
     """Put the caller's state away and let torch.distributed speak for ranks; undo both."""
     global _running
-    caller, hook = Isolation(), sys.excepthook
-    caller.leave()
+    caller, hook = CallersOwn(), sys.excepthook
     try:
         _running = run
-        with seam.in_place(), _TIME.in_place(run), _ATTRIBUTION.in_place(run):
+        with seam.in_place(), _TIME.in_place(run), _EXIT.in_place(run), _ATTRIBUTION.in_place(run):
             yield
     finally:
         run.dissolve()
         seam.dissolve()
         _running, sys.excepthook = None, hook
-        caller.enter()
+        caller.put_back()
 
 
 def _require_end(run: SimulatedRun) -> None:

@@ -21,6 +21,7 @@ class Awaited(Protocol):
     rank: SimulatedRank
     done: bool
     vetted: bool  # it is waited on where it is called, and that may wait
+    called: int  # how many events its rank had written when it was called, the last of them of the call
 
     def fulfil(self) -> None:
         """Give the future its result, and so call its callbacks."""
@@ -30,27 +31,33 @@ class Awaited(Protocol):
 class SimulatedRank:
     """One rank of one run."""
 
+    greenlet: Any = None  # from its start to its end
+    isolation: Any = None
+    state: RankState = "running"
+    detail = ""
+    result: Any = None
+    waits_for: Awaited | None = None
+    waits = 0  # that are over: a time-out of an earlier one is void
+    polls = polled_at = refusals = 0
+    looks = naps = napped_at = 0  # at the clock, and sleeps, while nothing else happens
+    looked_at = -1  # what progress, for it may read the clock before any
+
     def __init__(self, index: int, context: RankContext, events: list[Event]) -> None:
         self.index, self.context, self.events = index, context, events
         self.groups: Any = RankGroups()
         self.formed: dict[tuple[str, tuple[int, ...]], int] = {}  # how many groups, by name and members
-        self.greenlet: Any = None
-        self.isolation: Any = None
-        self.state: RankState = "running"
-        self.detail = ""
-        self.result: Any = None
-        self.waits_for: Awaited | None = None
-        self.waits = 0  # that are over: a time-out of an earlier one is void
         self.owed: list[Awaited] = []  # with futures to fulfil when the rank goes on
-        self.polls = self.polled_at = self.refusals = 0
-        self.looks = self.naps = self.napped_at = 0  # at the clock, and sleeps, while nothing else happens
-        self.looked_at = -1  # what progress, for it may read the clock before any
 
 
 def observe(rank: SimulatedRank) -> Liveness:
     """What can be seen of a rank when nobody can move."""
-    frames = () if rank.state in ("ended", "dead") else _frames(rank.greenlet.gr_frame)
+    if rank.state == "ended":
+        return _ENDED
+    frames = () if rank.state == "dead" else _frames(rank.greenlet and rank.greenlet.gr_frame)
     return Liveness(state=rank.state, detail=rank.detail, frames=frames)
+
+
+_ENDED = Liveness(state="ended")
 
 
 def _frames(frame: FrameType | None) -> tuple[str, ...]:

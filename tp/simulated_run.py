@@ -12,13 +12,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter  # the caller's own: ranks find simulated time in the module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from greenlet import getcurrent, greenlet
 
 from tpbed.tp.errors import TestbedError
-from tpbed.tp.isolation import Isolation
+from tpbed.tp.isolation import Isolation, quiet_start
 from tpbed.tp.ledger import End, Event, read_ledger
 from tpbed.tp.rank import Death, RankContext
 from tpbed.tp.recorder import Recorder
@@ -34,6 +34,8 @@ IDLE_LOOKS = 100  # a rank that looks so often at the clock, while nothing else 
 IDLE_NAPS = 1_000_000  # a rank that sleeps so often, while ranks do nothing but sleep, does so for ever
 PATIENCE = 1.125  # the time between two questions in vain grows so, for a rank that looks at the clock
 LONGEST_NS = 3_600 * 10**9  # and no further
+_SIGNALS: dict[Death, int] = {"kill": 9, "crash": 11}  # by which a rank dies
+_TOO_MUCH = 1 << 62  # bytes
 REFUSALS = 100  # a rank that so often catches the end of its run is given up
 
 _abandoned: list[greenlet] = []  # kept: a greenlet that is collected is woken once more
@@ -50,8 +52,11 @@ class _Unwind(BaseException):
 class SimulatedRun:
     """One run: whose turn it is, the world's clock, and in the end the proof that nobody can move."""
 
-    def __init__(self, program: RankProgram, *, world_size: int, schedule: Schedule, device: torch.device) -> None:
-        self.program, self.schedule, self.device = program, schedule, device
+    def __init__(
+        self, program: RankProgram, *, world_size: int, schedule: Schedule, device: torch.device, idle: list[greenlet]
+    ) -> None:
+        """idle: greenlets of the caller's thread that have served other runs; taken from there, and given back."""
+        self.program, self.schedule, self.device, self.idle = program, schedule, device, idle
         self.hub = getcurrent()  # the greenlet of the caller
         self.members = tuple(range(world_size))
         self.ready = list(self.members)
@@ -62,6 +67,7 @@ class SimulatedRun:
         self.starts: SimulatedRank | None = None
         self.failure: BaseException | None = None
         self.unwinding = self.over = False
+        self.interrupted = False  # by SIGINT: a KeyboardInterrupt is then the caller's, and no error of a rank
         self.alive: tuple[int, ...] = ()  # ranks that did not let their run end
         self.ranks = [self._rank(index) for index in self.members]
 
@@ -73,6 +79,7 @@ class SimulatedRun:
             recorder=Recorder(events.append, self.clock),
             sleep=self.sleep,
             die=self.die,
+            pause=self.sleep,
             device=self.device,
         )
         return SimulatedRank(index, context, events)
@@ -86,20 +93,34 @@ class SimulatedRun:
 
     def launch(self) -> None:
         """Make each rank ready to start; it has its default group, and the caller's own state is put away."""
-        variables, filters = _variables(len(self.members)), warnings.filters
+        variables, filters, kept = _variables(len(self.members)), warnings.filters, quiet_start()
         for rank in self.ranks:
             variables[b"RANK"] = variables[b"LOCAL_RANK"] = str(rank.index).encode()
-            rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters))
-            rank.greenlet = greenlet(self._live)
+            rank.isolation = Isolation(Start(rank.context, rank.groups, variables, filters), kept)
 
     def drive(self) -> None:
-        """Give turns until nobody can take one. Ranks pass the turn on among themselves, but all start from here."""
-        while (rank := self.starts or self._next()) is not None:
-            self.current, self.starts = rank, None
-            rank.isolation.enter()
-            rank.greenlet.switch(rank)
+        """Give turns until nobody can take one. Ranks pass the turn on among themselves, and here where they end."""
+        self.starts = self._next()
+        while self.starts is not None:
+            rank, self.starts = self.starts, None
+            self._go_on_with(rank)
             if self.failure is not None:
                 raise self.failure
+
+    def _go_on_with(self, rank: SimulatedRank) -> None:
+        """Give the rank its turn; it starts if it has not yet."""
+        self.current = rank
+        rank.isolation.enter()
+        if rank.greenlet is None:
+            rank.greenlet = self._idle_greenlet() if self.idle else _new_greenlet()
+            rank.greenlet.switch(self, rank)
+        else:
+            rank.greenlet.switch()
+
+    def _idle_greenlet(self) -> greenlet:
+        one = self.idle.pop()
+        one.gr_context = None  # whoever it served last may have set variables there
+        return one
 
     def conclude(self, world: str) -> Callable[[], WorldRun]:
         """Nobody can move: write down what the ranks did, and which are stuck. Call the answer when all is cleared.
@@ -108,12 +129,12 @@ class SimulatedRun:
         """
         silent = perf_counter()
         size = len(self.members)
-        ledgers = tuple(read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks)
-        liveness = tuple(observe(rank) for rank in self.ranks)
-        stuck = tuple(rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS)
+        ledgers = tuple([read_ledger(rank.events, rank=rank.index, world_size=size) for rank in self.ranks])
+        liveness = tuple(map(observe, self.ranks))
+        stuck = tuple([rank.index for rank in self.ranks if rank.state == "running" or rank.polls > IDLE_POLLS])
         proved = perf_counter()
-        hung = any(seen.state not in ("ended", "dead") for seen in liveness)
-        results = tuple(rank.result for rank in self.ranks)
+        hung = not {seen.state for seen in liveness} <= {"ended", "dead"}
+        results = tuple([rank.result for rank in self.ranks])
         return lambda: WorldRun(
             world=world,
             results=results,
@@ -128,7 +149,7 @@ class SimulatedRun:
         """End the ranks that have not ended, by an exception where they stand. Nothing of it is recorded."""
         self.unwinding = True
         for rank in self.ranks:
-            if rank.greenlet:  # has started, and not finished
+            if rank.greenlet is not None:  # has started, and not finished
                 self.current = rank
                 rank.isolation.enter()
                 rank.greenlet.throw(_Unwind)
@@ -137,7 +158,7 @@ class SimulatedRun:
     def dissolve(self) -> None:
         """Take the run apart, so that nothing of it waits for the garbage collector."""
         self.current, self.over = None, True
-        self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet)
+        self.alive = tuple(rank.index for rank in self.ranks if rank.greenlet is not None)
         _abandoned.extend(self.ranks[index].greenlet for index in self.alive)
         for rank in self.ranks:
             rank.greenlet = rank.isolation = rank.groups = rank.waits_for = None
@@ -145,7 +166,8 @@ class SimulatedRun:
 
     # In the greenlet of a rank.
 
-    def _live(self, rank: SimulatedRank) -> None:
+    def live(self, rank: SimulatedRank) -> None:
+        """The whole life of the rank, in its greenlet."""
         try:
             self._live_to_the_end(rank)
         except _Unwind:
@@ -156,27 +178,46 @@ class SimulatedRun:
         finally:
             if not self.unwinding:
                 rank.isolation.leave()
+            self.idle.append(rank.greenlet)
+            rank.greenlet = None
+
+    def starts_next(self) -> SimulatedRank | None:
+        """The rank whose turn it is now that one has ended, if it has yet to start: it is served where that one was."""
+        if self.unwinding or self.failure is not None:
+            return None
+        try:
+            chosen = self._next()
+        except Exception as error:  # noqa: BLE001 - as in _give_way
+            self.failure, chosen = error, None
+        if chosen is None or chosen.greenlet is not None:
+            self.starts = chosen
+            return None
+        self.current, chosen.greenlet = chosen, self._idle_greenlet()
+        chosen.isolation.enter()
+        return chosen
 
     def _live_to_the_end(self, rank: SimulatedRank) -> None:
         recorder = rank.context.recorder
         try:
             if self.device.type == "cuda" and self.device.index is not None:
                 torch.cuda.set_device(self.device)
-            result = self.program(rank.index)
-            self._end(rank, recorder.returned, result)
-        except (_Unwind, KeyboardInterrupt):
+            rank.result = self.program(rank.index)
+            self._end(rank, recorder.returned)
+        except _Unwind:
             raise
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: it ends a rank, and not the world
+        except BaseException as error:
+            if self.interrupted and isinstance(error, KeyboardInterrupt):
+                raise
             self._end(rank, partial(recorder.raised, error))
             _forget_place(error)
 
-    def _end(self, rank: SimulatedRank, record: Callable[[], None], result: Any = None) -> None:
+    def _end(self, rank: SimulatedRank, record: Callable[[], None]) -> None:
         if not self.unwinding:
             record()
-            rank.state, rank.result = "ended", result
+            rank.state = "ended"
             self.progress += 1
 
-    def here(self, owner: SimulatedRank | None = None, *, waits: bool = True) -> SimulatedRank:
+    def here(self, owner: SimulatedRank | None = None, waits: bool = True) -> SimulatedRank:
         """The rank whose turn it is; it must be the caller, and `owner` if that is given; and able to wait."""
         rank = self.current
         if rank is None or self.over:
@@ -205,7 +246,9 @@ class SimulatedRun:
 
     def wait_for(self, work: Awaited, timeout_s: float) -> None:
         """Until the collective is complete; even if it is, another rank may have the turn first."""
-        rank = self.here(work.rank, waits=not work.done and not work.vetted)
+        rank = work.rank
+        if not work.vetted or rank is not self.current or rank.greenlet is not getcurrent() or self.unwinding:
+            rank = self.here(rank, not work.done and not work.vetted)
         if work.done:
             if self.ready and (work.vetted or not cannot_wait()):
                 insort(self.ready, rank.index)
@@ -254,8 +297,11 @@ class SimulatedRun:
             self.poll(rank)
         return self.now_ns
 
-    def poll(self, owner: SimulatedRank) -> None:
-        """A rank asks for something instead of waiting for it: all others first; if it asks in vain, time passes."""
+    def poll(self, owner: SimulatedRank, about: Awaited | None = None) -> None:
+        """A rank asks for something instead of waiting for it: others may go on first; if none can, time passes.
+
+        about: the collective that it asks for, if it is one; of use to a search alone.
+        """
         rank = self.here(owner)
         self.now_ns += TURN_NS
         self._wake_due()
@@ -267,9 +313,12 @@ class SimulatedRun:
         if rank.polls > IDLE_POLLS:
             self._freeze(rank, "stalled", "asks for ever for what can never be")
         if self.ready:
-            chosen = self._chosen()
-            insort(self.ready, rank.index)
-            self._hand_over(rank, chosen)
+            self.offer_turn(rank)
+
+    def offer_turn(self, rank: SimulatedRank) -> None:
+        """To any rank that can go on; this one, which has asked in vain, is one of them."""
+        insort(self.ready, rank.index)
+        self._give_way(rank, asks=rank.index)
 
     def _let_time_pass(self, rank: SimulatedRank) -> None:
         """To the next who wakes up; by less where the rank may have a time of its own in mind."""
@@ -285,59 +334,55 @@ class SimulatedRun:
     def die(self, death: Death, why: str) -> None:
         """RankContext.die, for the rank whose turn it is. It does not return; `finally` blocks run after the run."""
         rank = self.here()
+        if death == "exhaust":
+            torch.empty(_TOO_MUCH, dtype=torch.uint8)  # raises, with this process's own memory left alone
         if death in ("stop", "stall"):
             self._freeze(rank, "stopped" if death == "stop" else "stalled", why)
-        killed = death == "kill"
-        rank.context.recorder.end(
-            End(how="killed", message=why, signal=9, at_ns=self.clock())
-            if killed
-            else End(how="exited", message=why, exit_code=1, at_ns=self.clock())
-        )
-        self._freeze(rank, "dead", "signal 9" if killed else "exit status 1")
+        number = _SIGNALS.get(death)
+        if number is not None:
+            self.leave(End(how="killed", signal=number, message=why, at_ns=self.clock()))
+        self.leave(End(how="exited", exit_code=1, message=why, at_ns=self.clock()))
+
+    def leave(self, end: End) -> None:
+        """The rank whose turn it is dies, as `end` says: its process has exited or was killed."""
+        rank = self.here()
+        rank.context.recorder.end(end)
+        self._freeze(rank, "dead", f"signal {end.signal}" if end.how == "killed" else f"exit status {end.exit_code}")
 
     def _freeze(self, rank: SimulatedRank, state: RankState, detail: str) -> None:
         rank.state, rank.detail = state, detail
         self.progress += 1
         self._give_way(rank)
 
-    def _give_way(self, rank: SimulatedRank) -> None:
-        self._hand_over(rank, self._chosen())
-
-    def _hand_over(self, rank: SimulatedRank, chosen: SimulatedRank | None) -> None:
+    def _give_way(self, rank: SimulatedRank, asks: int = -1) -> None:
+        """Others have turns until this rank has one again. asks: its number, if it has asked in vain."""
+        try:
+            chosen = self._next(asks)
+        except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
+            self.failure, chosen = error, None
         if chosen is not rank:
             rank.isolation.leave()
-            if chosen is None or not chosen.greenlet:  # a greenlet starts as deep in the stack as its starter is
+            if chosen is None or not (chosen.greenlet or self.idle):  # new ones are all made at one depth
                 self.starts = chosen
                 self.hub.switch()
             else:
-                self.current = chosen
-                chosen.isolation.enter()
-                chosen.greenlet.switch(chosen)
+                self._go_on_with(chosen)
         if rank.owed:
             _fulfil(rank)
 
-    def _chosen(self) -> SimulatedRank | None:
-        try:
-            return self._next()
-        except Exception as error:  # noqa: BLE001 - of the schedule: the caller of the world gets it, not the rank
-            self.failure = error
-            return None
-
-    def _next(self) -> SimulatedRank | None:
+    def _next(self, asks: int = -1) -> SimulatedRank | None:
         self.now_ns += TURN_NS
         if self.sleepers:
             self._wake_some()
-        if len(self.ready) > 1:
-            return self.ranks[self._choose()]
-        return self.ranks[self.ready.pop()] if self.ready else None
-
-    def _choose(self) -> int:
-        choice = self.schedule.choose(self.ready)
-        place = bisect_left(self.ready, choice)
-        if self.ready[place : place + 1] != [choice]:
-            raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {self.ready}.")
+        ready = self.ready
+        if len(ready) < 2:
+            return self.ranks[ready.pop()] if ready else None
+        choice = self.schedule.choose(ready, asks)
+        place = bisect_left(ready, choice)
+        if place == len(ready) or ready[place] != choice:
+            raise ScheduleError(f"the schedule chose rank {choice}: it must choose one of {ready}.")
         self.choices.append(choice)
-        return self.ready.pop(place)
+        return self.ranks[ready.pop(place)]
 
     def call_back(self, rank: SimulatedRank, seconds: float) -> None:
         """Wake the rank when `seconds` are over, if it still waits as it does now."""
@@ -360,6 +405,24 @@ class SimulatedRun:
         if self.ranks[index].waits == waits:  # else something else has woken it
             self.now_ns = max(self.now_ns, when)
             self.wake(self.ranks[index])
+
+
+def _serve() -> None:
+    """The body of a greenlet: one rank after another, of one run after another, since a greenlet is dear to make."""
+    hub = getcurrent().parent
+    while True:
+        run, rank = hub.switch()
+        while rank is not None:
+            run.live(rank)
+            rank = run.starts_next()
+        del run, rank  # an idle greenlet holds on to nothing
+
+
+def _new_greenlet() -> greenlet:
+    """It has begun, without arguments: those it would hold until it ends."""
+    one = greenlet(_serve)
+    one.switch()
+    return one
 
 
 def _foreign(owner: SimulatedRank | None, how: str) -> str:

@@ -1,4 +1,4 @@
-"""SimulatedWork: one rank's part in a collective, and the handle and future that it waits on.
+"""SimulatedPart: one rank's part in a collective, and the handle and future that it waits on.
 
 A group's time-out never expires, since a hang is proved instead; one that is given to `wait` or `barrier` expires on
 the world's own clock.
@@ -20,16 +20,15 @@ from tpbed.tp.simulated_rank import SimulatedRank
 from tpbed.tp.simulated_run import SimulatedRun
 
 
-class SimulatedWork(dist.Work):
+class SimulatedPart:
     """One rank's part in a collective: what it brings, what it gets, and the handle that it waits on."""
 
-    run: SimulatedRun
-    rank: SimulatedRank
     fold: Fold | None = None  # how the part's rank wants the parts reduced
     whole = False  # its one tensor stands for a list of equal parts
     splits: tuple[list[int], list[int]] | None = None  # bytes to each member, and from each
     timeout_s = 0.0
     vetted = False  # it is waited on where it is called, and that may wait
+    called = 0  # events that its rank had written then, the last of them of the call
     stream: Any = None  # CUDA: on which the rank works
     moved: Any = None  # CUDA: the event after which its outputs are there
     done = False
@@ -38,15 +37,15 @@ class SimulatedWork(dist.Work):
 
     def __init__(
         self,
-        op: str,
-        payload: Any,
+        run: SimulatedRun,
+        rank: SimulatedRank,
+        terms: tuple[str, int, Any],
         move: Move | None,
-        inputs: Sequence[Tensor] = (),
-        outputs: Sequence[Tensor] = (),
-        root: int = -1,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
     ) -> None:
-        super().__init__()
-        self.terms = (op, root, payload)  # on which all members must agree; payload in bytes
+        self.run, self.rank = run, rank
+        self.terms = terms  # op, root, payload in bytes: on which all members must agree
         self.move, self.inputs, self.outputs = move, inputs, outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -54,28 +53,25 @@ class SimulatedWork(dist.Work):
 
         Raises RuntimeError when `timeout`, on the world's clock, is over first.
         """
-        entry = self.entry
-        if entry is None:
-            self._wait(timeout)
-            return True
-        entry.wait()
+        entry, seconds = self.entry or _UNRECORDED, max(timeout.total_seconds(), 0.0) if timeout else 0.0
+        if not entry.waited:
+            entry.wait()
         try:
-            self._wait(timeout)
+            self.run.wait_for(self, seconds or self.timeout_s)
         except BaseException as error:
             entry.fail(error)
             raise
+        if self.moved is not None:
+            torch.cuda.current_stream().wait_event(self.moved)
         entry.complete()
         return True
 
-    def _wait(self, timeout: timedelta) -> None:
-        self.run.wait_for(self, max(timeout.total_seconds(), 0.0) or self.timeout_s)
-        if self.moved is not None:
-            torch.cuda.current_stream().wait_event(self.moved)
-
     def is_completed(self) -> bool:
-        """Whether it is, after all others have had a turn."""
+        """Whether it is; if not, others may have a turn before this is said."""
+        if self.entry is not None:
+            self.entry.ask()
         if not self.done:
-            self.run.poll(self.rank)
+            self.run.poll(self.rank, self)
         if self.done and self.entry is not None:
             self.entry.complete()
         return self.done
@@ -121,10 +117,36 @@ class SimulatedWork(dist.Work):
             self._future.set_result(self.result())
 
 
+class SimulatedWork(SimulatedPart, dist.Work):
+    """A part as torch's C++ can hold it. Where a call waits at once, a plain one does, at a fraction of the cost."""
+
+    def __init__(self, *part: Any) -> None:
+        dist.Work.__init__(self)
+        super().__init__(*part)
+
+
+class _Unrecorded:
+    """The entry of a part that is not in the ledger."""
+
+    waited = True
+
+    def wait(self) -> None:
+        """Nothing is written."""
+
+    def complete(self) -> None:
+        """Nothing is written."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is written."""
+
+
+_UNRECORDED = _Unrecorded()
+
+
 class SimulatedFuture(torch.futures.Future[Any]):
     """Waits as its collective does. torch.futures.wait_all, which waits in C++, would stop the whole world."""
 
-    def __init__(self, work: SimulatedWork) -> None:
+    def __init__(self, work: SimulatedPart) -> None:
         super().__init__()
         self.work, self.fulfilled = work, False
 

@@ -15,12 +15,25 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tpbed.tp.errors import TestbedError
+
+
+class StoreError(TestbedError):
+    """The store of a world cannot listen where it was told to."""
+
 
 class StoreServer:
-    """A store that listens at a free port of `address`, bound once and kept until nobody refers to it."""
+    """A store that listens at a port of `address`, bound once and kept until nobody refers to it."""
 
-    def __init__(self, address: str) -> None:
-        listener = socket.create_server((address, 0), backlog=1024)
+    def __init__(self, address: str, port: int = 0) -> None:
+        """port: 0 takes any that is free.
+
+        Raises StoreError if somebody listens there.
+        """
+        try:
+            listener = socket.create_server((address, port), backlog=1024)
+        except OSError as error:
+            raise StoreError(f"no store can listen at port {port} of {address} ({error}): give port 0.") from error
         self.place: tuple[str, int] = (address, listener.getsockname()[1])
         options: Any = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
         self._store: Any = dist.TCPStore(*self.place, **options)  # type: ignore[attr-defined]
@@ -43,11 +56,11 @@ def join_store(place: tuple[str, int], prefix: str) -> Any:
     return dist.PrefixStore(prefix, made[0])  # type: ignore[attr-defined]
 
 
-def meet(store: Any, world_size: int) -> None:
-    """Wait until as many ranks have come here: who breaks in the first collective must not break others' forming."""
-    if store.add("formed", 1) == world_size:
-        store.set("all-formed", "1")
-    store.wait(["all-formed"])
+def meet(store: Any, world_size: int, place: str) -> None:
+    """Wait until as many ranks have come to the place of that name."""
+    if store.add(place, 1) == world_size:
+        store.set(f"all-{place}", "1")
+    store.wait([f"all-{place}"])
 
 
 def _connect(place: tuple[str, int]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tpbed.tp.ledger import CollectiveRecord, Ledger, MessageRecord
+from tpbed.tp.ledger import WORLD, CollectiveRecord, Ledger, MessageRecord
 from tpbed.tp.messages import Mail
 from tpbed.tp.world import Liveness
 
@@ -23,6 +23,13 @@ class Wait:
         if isinstance(self.record, MessageRecord) and self.record.anysource and self.missing_ranks:
             return not movable.isdisjoint(self.missing_ranks)
         return movable.issuperset(self.missing_ranks)
+
+
+def find_missing(ledgers: Sequence[Ledger]) -> tuple[int, ...]:
+    """The ranks for want of which the default group is not formed; all that are not in it, if they all came for it."""
+    outside = [ledger for ledger in ledgers if WORLD not in ledger.groups]
+    missing = [ledger for ledger in outside if ledger.end is not None or ledger.rendezvous != "arrived"]
+    return tuple(ledger.rank for ledger in missing or outside)
 
 
 def find_waits(ledgers: Sequence[Ledger]) -> dict[int, Wait]:

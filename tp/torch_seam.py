@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.nn import functional as _  # noqa: F401 - else its defaults are groups of the rank that imports it
 
 from tpbed.tp.functional_seam import Pending, functional_replacements
 from tpbed.tp.ledger import WORLD
 from tpbed.tp.mesh_seam import Meshes
+from tpbed.tp.monitored_barrier import REPLACED, monitored_barrier
 from tpbed.tp.recording import BACKEND, Entry, RecordingGroup
 from tpbed.tp.refusal import RefusedStore, cannot_wait, refusing
 from tpbed.tp.registers import RankGroups
@@ -44,7 +45,7 @@ class SimulatedProcessGroup(RecordingGroup):
         raise RuntimeError("Backend gloo does not implement startCoalescing")
 
     def _handle(self, work: Any, seq: int, waited: bool) -> dist.Work:
-        work.entry = Entry(self._context.recorder, self.label, seq, waited=waited)
+        work.entry = Entry(self._context.recorder, self.label, seq, waited)
         if not waited and cannot_wait():  # it was issued inside an operator
             self.seam.pending.add(work.outputs or work.inputs, work)
         return work  # type: ignore[no-any-return]
@@ -60,6 +61,7 @@ _REFUSED_OPS = """
 """
 for _name in _REFUSED_OPS.split():
     setattr(SimulatedProcessGroup, _name, refusing(_name))
+_REFUSED_CALLS = ("split_group", "shrink_group")  # of torch.distributed
 
 
 class TorchSeam:
@@ -74,23 +76,24 @@ class TorchSeam:
     def enlist(self) -> None:
         """Give each rank its default group."""
         members = self.run.members
-        places = {rank: rank for rank in members}
+        places, channel = {rank: rank for rank in members}, Channel(len(members))
         for rank in self.run.ranks:
-            group = self._form(rank, "0", members, WORLD)
-            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
+            group = self._end(rank, channel, rank.index, WORLD, members)
             rank.groups.default_pg, rank.groups.group_count = group, 1
+            _enter_in_book(rank.groups, group, "0", places, BACKEND, self.store)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let torch.distributed speak for ranks meanwhile."""
-        replaced = [(module, name, getattr(module, name), new) for module, name, new in self._replacements()]
+        replacements = self._replacements()
+        replaced = [(owner, name, getattr(owner, name)) for owner, name, _new in replacements]
         try:
-            for module, name, _, new in replaced:
-                setattr(module, name, new)
+            for owner, name, new in replacements:
+                setattr(owner, name, new)
             yield
         finally:
-            for module, name, old, _ in replaced:
-                setattr(module, name, old)
+            for owner, name, old in replaced:
+                setattr(owner, name, old)
 
     def dissolve(self) -> None:
         """Forget the groups, so that nothing of them waits for the garbage collector."""
@@ -106,8 +109,13 @@ class TorchSeam:
             (c10d, "_new_process_group_helper", self._new_group),
             (c10d, "rendezvous", self._meet),
             (c10d, "_unregister_all_process_groups", lambda: None),
-            (c10d, "monitored_barrier", _monitored_barrier),
-            (dist, "monitored_barrier", _monitored_barrier),
+            *((module, "monitored_barrier", monitored_barrier) for module in REPLACED),
+            *(
+                (module, name, refusing(name))
+                for name in _REFUSED_CALLS
+                for module in REPLACED
+                if hasattr(module, name)
+            ),
             *functional_replacements(self.pending),
             *self._meshes.replacements(),
             (c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}),
@@ -138,29 +146,18 @@ class TorchSeam:
         channel = self._channels.get((name, members, count))
         if channel is None:
             channel = self._channels[name, members, count] = Channel(len(members))
-        inner = SimulatedGroup(self.run, rank, channel, members.index(rank.index))
-        group = SimulatedProcessGroup(inner, rank.context, label=label, ranks=members)
+        return self._end(rank, channel, members.index(rank.index), label, members)
+
+    def _end(
+        self, rank: SimulatedRank, channel: Channel, place: int, label: str, members: tuple[int, ...]
+    ) -> SimulatedProcessGroup:
+        inner = SimulatedGroup(self.run, rank, channel, place)
+        group = SimulatedProcessGroup(inner, rank.context, label=label, ranks=members, place=place)
         group.seam = self
         return group
 
     def _meet(self, *args: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
         yield self.store, self.run.here(waits=False).index, len(self.run.members)
-
-
-def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """In the place of torch.distributed's, which asks whether the group is gloo's: those of a world speak like it."""
-    if c10d._rank_not_in_group(group) or dist.get_backend(group) not in (BACKEND, "gloo"):
-        _MONITORED_BARRIER(group, timeout, wait_all_ranks)
-        return
-    target: Any = group or c10d._get_default_group()
-    if isinstance(timeout, float):
-        timeout = timedelta(seconds=timeout)
-    target.monitored_barrier(
-        c10d._get_default_timeout(c10d.Backend("gloo")) if timeout is None else timeout, wait_all_ranks
-    )
-
-
-_MONITORED_BARRIER = c10d.monitored_barrier
 
 
 def _enter_in_book(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import Ledger
 
 RankProgram = Callable[[int], Any]
@@ -25,6 +26,7 @@ class Liveness:
     state: RankState
     detail: str = ""  # a signal, an exit status, the reason it stalled
     frames: tuple[str, ...] = ()  # Python frames, innermost first, where they could be read
+    stack: str = ""  # all threads with their native frames, as text, of a rank that did not end, where asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,22 @@ class WorldRun:
     replaced: tuple[int, ...] = ()  # ranks whose process had to be replaced
 
 
+class WorldSizeError(TestbedError):
+    """A world cannot have so many ranks."""
+
+
+def require_world_size(world_size: int) -> None:
+    """Raises WorldSizeError for anything but a number of ranks."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise WorldSizeError(f"world_size={world_size!r}: give a whole number of ranks, 1 or more.")
+
+
 class World(Protocol):
     """Runs rank programs; a context manager that leaves nothing behind.
 
     A rank program is a function of its rank that talks through torch.distributed, whose default group is ready when it
-    starts and spans all ranks. After a run, whatever happened in it, the same world runs the next program.
+    starts and spans all ranks. One with a method `arrive(rank)` gets a new group, on real ranks: it is called on each
+    before that comes to the rendezvous. After a run, whatever happened in it, the same world runs the next program.
     """
 
     @property

@@ -51,4 +51,5 @@ def test_real_processes_show_what_simulated_ranks_show(name, world_of):
     run = world_of(scenario.world_size).run(rank_program(plan), stall_after_s=scenario.stall_after_s)
     verdict = judge(RunRecord.of(plan, run, elapsed_s=0.0))
     assert verdict.status == "PASS", (verdict.unexpected, verdict.not_found, verdict.doubts)
-    assert places(verdict) == places(judge(simulate(name)))
+    if "sim" in scenario.worlds:
+        assert places(verdict) == places(judge(simulate(name)))

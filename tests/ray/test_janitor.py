@@ -12,7 +12,8 @@ from tpbed.tp.janitor import find_users
 pytestmark = pytest.mark.xdist_group("ray")
 DRIVER = """
 import os, sys
-os.environ.pop("RAY_ADDRESS", None)
+for name in ("RAY_ADDRESS", "PYTEST_XDIST_TESTRUNUID"):
+    os.environ.pop(name, None)
 from tpbed.tp.ray_world import RayWorld
 with RayWorld(2) as world:
     print("ready", flush=True)

@@ -1,14 +1,18 @@
 """RayWorld on real processes over gloo: what healthy ranks get, what is seen of the others, and what is left."""
 
+import atexit
 import collections
 import ctypes
 import functools
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -16,9 +20,11 @@ import ray
 import torch
 import torch.distributed as dist
 
+from tpbed.harness.diagnose import diagnose
 from tpbed.tp import rank as this
 from tpbed.tp.pickling import ProgramError
 from tpbed.tp.ray_world import ClosedError, InitError, RayWorld
+from tpbed.tp.store import StoreError, StoreServer
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -285,8 +291,32 @@ def test_a_rank_that_dies_is_seen_dead_and_replaced_alone(world, how, end):
 
 def test_a_crash_in_c_is_seen(world):
     run = world.run(lambda rank: ctypes.string_at(0) if rank == 2 else rank)
-    assert run.ledgers[2].end.signal == signal.SIGSEGV and run.replaced == (2,)
+    end = run.ledgers[2].end
+    assert end.signal == signal.SIGSEGV and run.replaced == (2,)
+    assert end.site.endswith(" string_at") and "Segmentation fault" in end.traceback and "<lambda>" in end.traceback
     assert_ready(world, world.pids)
+
+
+def test_a_kill_is_not_told_by_the_stack_of_an_earlier_crash(world):
+    def program(rank, death):
+        if rank == 1:
+            this.current().die(death, "as planned")
+
+    world.run(functools.partial(program, death="crash"))
+    end = world.run(functools.partial(program, death="kill")).ledgers[1].end
+    assert (end.message, end.site, end.traceback) == ("killed by SIGKILL", "", "")
+
+
+def test_a_rank_without_memory_raises_and_has_all_of_it_again(world):
+    def program(rank, starve):
+        if rank == 1 and starve:
+            this.current().die("exhaust", "as planned")
+        return torch.zeros(1 << 28, dtype=torch.uint8).numel()
+
+    pids = world.pids
+    end = world.run(functools.partial(program, starve=True)).ledgers[1].end
+    assert end.error_type == "RuntimeError" and "DefaultCPUAllocator: can't allocate memory" in end.message
+    assert world.run(functools.partial(program, starve=False)).results == (1 << 28,) * 4 and world.pids == pids
 
 
 def test_a_rank_that_dies_between_runs_is_replaced(world):
@@ -316,11 +346,23 @@ def test_a_stopped_rank_is_found_at_the_deadline_and_replaced(world):
 def test_a_rank_that_is_stopped_and_continued_in_time_is_no_finding(world):
     def program(rank):
         if rank == 0:
-            subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {os.getpid()}"])
-            this.current().die("stop", "for a moment")
+            this.current().pause(0.3)
         return healthy(rank)
 
-    assert world.run(program, stall_after_s=5.0).results == (6.0,) * 4
+    pids = world.pids
+    assert world.run(program, stall_after_s=5.0).results == (6.0,) * 4 and world.pids == pids
+
+
+def test_a_rank_that_is_stopped_in_a_collective_and_continued_in_time_is_no_finding(world):
+    def program(rank):
+        if rank == 0:  # all others come while it is stopped
+            subprocess.Popen(["sh", "-c", 'sleep 0.2; kill -STOP "$0"; sleep 0.8; kill -CONT "$0"', str(os.getpid())])
+        else:
+            this.current().sleep(0.5)
+        return healthy(rank)
+
+    run = world.run(program, stall_after_s=5.0)
+    assert run.results == (6.0,) * 4 and run.stuck == ()
 
 
 def test_a_stalled_rank_is_found_at_the_deadline_with_its_frames(world):
@@ -335,6 +377,42 @@ def test_a_stalled_rank_is_found_at_the_deadline_with_its_frames(world):
     assert run.liveness[3].frames[0].endswith(" stall") and "program" in run.liveness[3].frames[-1]
     assert run.replaced == ()
     assert_ready(world, pids)
+
+
+def test_a_monitored_barrier_is_recorded_and_lets_pass_only_all(world):
+    def program(rank):
+        if rank != 2:
+            dist.monitored_barrier()
+
+    assert world.run(lambda rank: dist.monitored_barrier()).results == (None,) * 4
+    run = world.run(program)
+    (finding,) = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.op) == ("hang", (2,), "monitored_barrier")
+
+
+def test_the_rank_that_left_is_to_blame_and_not_those_that_ask_for_ever(world):
+    def program(rank):
+        work = dist.barrier(async_op=True) if rank else None
+        while work and not work.is_completed():
+            time.sleep(0.001)
+
+    pids = world.pids
+    run = world.run(program, stall_after_s=0.2)
+    (finding,) = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.op, finding.waiting_ranks) == ("hang", (0,), "barrier", (1, 2, 3))
+    assert_ready(world, pids)
+
+
+def test_stacks_of_stuck_ranks_go_down_into_c_where_they_are_asked_for(world):
+    def program(rank):
+        if rank == 0:
+            dist.barrier()
+
+    with RayWorld(2, stacks=True) as other:
+        run = other.run(program)
+        assert other.run(lambda rank: rank).results == (0, 1)
+    assert run.stuck == (0,) and "libtorch" in run.liveness[0].stack and "program (" in run.liveness[0].stack
+    assert run.liveness[1].stack == ""
 
 
 def test_a_rank_that_holds_the_gil_forever_is_found_and_replaced(world):
@@ -361,16 +439,147 @@ def test_a_rank_that_does_not_come_to_form_a_sub_group_is_found(world):
 
 
 def test_a_killed_actor_is_replaced_with_its_rank(world):
-    supervisor = world._crew._seats[2].placement.pid
+    supervisor = world._crew._seats[2].place.pid
 
     def program(rank):
         if rank == 2:
             os.kill(supervisor, signal.SIGKILL)
+            this.current().die("stall", "until its end comes")
         dist.barrier()
 
     run = world.run(program)
     assert run.liveness[2].state == "dead" and "supervisor" in run.liveness[2].detail and 2 in run.replaced
+    [finding] = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks) == ("hang", (2,)) and "its supervisor is gone" in finding.causes[0].text
     assert_ready(world, world.pids)
+
+
+# Ranks that do not come, or do not leave
+
+
+class Arriving:
+    """A program in which some ranks meet with something on their way to the rendezvous."""
+
+    def __init__(self, fates):
+        self._fates = fates
+
+    def arrive(self, rank):
+        self._fates.get(rank, lambda: None)()
+
+    def __call__(self, rank):
+        return healthy(rank)
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline_and_nobody_dies_for_it(world):
+    pids = world.pids
+    run = world.run(Arriving({1: lambda: this.current().die("stall", "outside")}), stall_after_s=0.3)
+    [finding] = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks, finding.waiting_ranks) == ("init_fail", (1,), (0, 2, 3))
+    assert run.stuck == (0, 1, 2, 3) and run.replaced == ()
+    assert_ready(world, pids)
+
+
+def test_a_rank_that_raises_on_its_way_is_named_without_a_deadline(world):
+    pids = world.pids
+    run = world.run(Arriving({3: lambda: {}["no address"]}), stall_after_s=1000.0)
+    [finding] = diagnose(run.ledgers, run.liveness)
+    assert (finding.kind, finding.ranks) == ("init_fail", (3,)) and finding.causes[0].error_type == "KeyError"
+    assert_ready(world, pids)
+
+
+def test_a_program_that_arrives_gets_a_new_group_and_a_late_rank_is_waited_for(world):
+    world.run(healthy)
+    run = world.run(Arriving({0: lambda: this.current().sleep(0.3)}))
+    assert run.results == (6.0,) * 4 and [ledger.rendezvous for ledger in run.ledgers] == ["arrived"] * 4
+    assert [ledger.rendezvous for ledger in world.run(healthy).ledgers] == [""] * 4
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["after a good end", "after a hang"])
+def test_a_rank_that_hangs_in_dropping_its_group_is_replaced(world, hang):
+    def program(rank):
+        dist.new_group([0, 1])  # the group will not be kept
+        if rank == 2:
+            dist.destroy_process_group = lambda: this.current().die("stall", "in its teardown")
+        if hang and rank != 2:
+            dist.barrier()
+
+    pids = world.pids
+    run = world.run(program, stall_after_s=5.0)
+    assert run.replaced == ((2,) if hang else ()) and run.ledgers[2].end.how == "returned"
+    assert world.run(healthy).results == (6.0,) * 4
+    assert [before == now for before, now in zip(pids, world.pids, strict=True)] == [True, True, False, True]
+
+
+def test_a_rank_that_hangs_in_its_teardown_or_at_exit_does_not_keep_a_world_from_closing(world):
+    def program(rank):
+        atexit.register(time.sleep, 1000)
+        dist.new_group([0, 1])
+        dist.destroy_process_group = lambda: time.sleep(1000)
+
+    with RayWorld(2) as other:
+        other.run(program)
+        ranks = [psutil.Process(pid) for pid in other.pids]
+    assert not any(rank.is_running() for rank in ranks)
+
+
+# Several worlds
+
+
+def test_two_worlds_of_one_driver_form_their_groups_at_once_and_do_not_meet(world):
+    def program(rank, base):
+        total = torch.tensor([base + rank])
+        dist.all_reduce(total)
+        return total.item()
+
+    def run_often(of, base):
+        again = Arriving({})
+        return [of.run(functools.partial(program, base=base)).results[0] for _ in range(10) if of.run(again)]
+
+    with RayWorld(4) as other, ThreadPoolExecutor(2) as pool:
+        totals = [pool.submit(run_often, *one) for one in ((world, 0), (other, 100))]
+        assert [total.result() for total in totals] == [[6] * 10, [406] * 10]
+
+
+FORMER = """
+import sys
+from tpbed.tp.ray_world import RayWorld
+import torch, torch.distributed as dist
+class Program:
+    base = int(sys.argv[2])
+    def arrive(self, rank): pass
+    def __call__(self, rank):
+        total = torch.tensor([self.base + rank])
+        dist.all_reduce(total)
+        return total.item()
+with RayWorld(2, ray_address=sys.argv[1]) as world:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print({world.run(Program()).results for _ in range(20)})
+"""
+
+
+def test_two_drivers_form_their_groups_at_once_and_do_not_meet(world):
+    command, pipe = [sys.executable, "-c", FORMER, ray.get_runtime_context().gcs_address], subprocess.PIPE
+    drivers = [
+        subprocess.Popen(
+            [*command, base], stdin=pipe, stdout=pipe, text=True, env=os.environ | {"MASTER_PORT": "29500"}
+        )
+        for base in ("0", "100")
+    ]
+    assert [driver.stdout.readline() for driver in drivers] == ["ready\n"] * 2
+    for driver in drivers:
+        driver.stdin.write("go\n")
+        driver.stdin.flush()
+    assert [driver.communicate()[0] for driver in drivers] == ["{(1, 1)}\n", "{(201, 201)}\n"]
+
+
+def test_a_port_that_somebody_has_is_refused_and_not_shared():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StoreError, match=rf"port {port} of 127.0.0.1 .*Address already in use.*give port 0"):
+            StoreServer("127.0.0.1", port)
+    stores = [StoreServer("127.0.0.1") for _ in range(8)]
+    assert len({store.place for store in stores}) == 8
 
 
 # Nothing leaks, nothing is left
@@ -396,7 +605,8 @@ def test_thirty_hangs_leak_nothing(world):
     pids = world.pids
     for _ in range(30):
         assert world.run(program).stuck == (0, 2, 3)
-    assert world.run(resources).results == before and own_resources() == own
+    assert world.run(resources).results == before
+    assert all(now <= then for now, then in zip(own_resources(), own, strict=True))  # Ray ends threads of its own
     assert world.pids == pids
 
 
@@ -431,7 +641,7 @@ def test_a_killed_driver_leaves_no_ranks(world):
         ranks = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
         server = ranks[0].parent()
         driver.kill()
-        gone, alive = psutil.wait_procs([*ranks, server], timeout=30)
+        gone, alive = psutil.wait_procs([*ranks, server], timeout=10)
     assert len(gone) == 3 and not alive
     assert_ready(world, world.pids)
 
