@@ -1,0 +1,106 @@
+"""DraftSampler in CUDA graphs: what it proposes without them, for every head, at TP=1 and on simulated ranks."""
+
+import pytest
+import torch
+
+from tpbed.selector.head import DenseHead
+from tpbed.selector.lattice import TransitionTables
+from tpbed.selector.packed import keyed_topk
+from tpbed.selector.quantized import Fp8Head
+from tpbed.selector.sampler import DraftSampler, Eager
+from tpbed.selector.shard import VocabShard
+from tpbed.selector.topk import flashinfer_topk, torch_topk
+from tpbed.selector.walk import DraftParams, Noise
+from tpbed.tp.simulated import SimulatedWorld
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+VOCAB, UNITS, R, K, SLOTS = 4000, 256, 32, 16, 7
+HEADS = {"dense": DenseHead, "fp8": Fp8Head}
+TOPKS = {"keyed": keyed_topk, "torch": torch_topk, "flashinfer": flashinfer_topk}
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    """Small integers, whose sums are exact: then it does not matter how many rows a product has."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+
+def sampler_of(
+    rank: int = 0, world_size: int = 1, *, head: str = "dense", topk: str = "keyed", **options
+) -> DraftSampler:
+    shard = VocabShard.even(rank, world_size, VOCAB, pad_to=64 * world_size)
+    built = HEADS[head].from_full(draw(4, VOCAB, UNITS), shard, padding=9.0)
+    tables = TransitionTables(projection=draw(1, R, UNITS), predecessor=draw(2, VOCAB, R), successor=draw(3, VOCAB, R))
+    return DraftSampler(built, tables, k=K, slots=SLOTS, topk=TOPKS[topk], **options)
+
+
+def batch(seed: int, requests: int, rule: str = "gumbel"):
+    """Greedy and sampled requests in turn."""
+    every = torch.arange(requests, device="cuda")
+    params = DraftParams(
+        temperature=every.remainder(2) * 500.0,
+        top_k=torch.full_like(every, 9),
+        top_p=torch.full_like(every, 0.95, dtype=torch.float32),
+    )
+    uniforms = torch.rand(requests, SLOTS, generator=torch.Generator().manual_seed(seed)).cuda()
+    keyed = {"seeds": every + seed, "positions": every * 7}
+    noise = Noise(rule="gumbel", **keyed) if rule == "gumbel" else Noise(rule="inverse_cdf", uniforms=uniforms)
+    return draw(100 + seed, requests, SLOTS, UNITS), every * 3 % VOCAB, params, noise
+
+
+def same(one, other) -> bool:
+    pairs = (
+        (one.draft.tokens, other.draft.tokens), (one.draft.q_rows, other.draft.q_rows), (one.ids, other.ids),
+    )  # fmt: skip
+    return all(torch.equal(found, wanted) for found, wanted in pairs)
+
+
+@pytest.mark.parametrize("rule", ["gumbel", "inverse_cdf"])
+@pytest.mark.parametrize("topk", list(TOPKS))
+@pytest.mark.parametrize("head", list(HEADS))
+def test_a_graph_proposes_what_is_proposed_without_one_batch_after_batch(head, topk, rule):
+    captured = sampler_of(head=head, topk=topk, noise=rule)
+    eager = sampler_of(head=head, topk=topk, noise=rule, eager=True)
+    assert captured.captured and eager.reasons == (Eager.ASKED,)
+    proposals = []
+    for seed, requests in enumerate([8, 3, 5, 8, 1]):
+        given = batch(seed, requests, rule)
+        found = captured.propose(*given)
+        assert found.eager is None and same(found, eager.propose(*given))
+        proposals.append(found.draft.tokens.tolist())
+    assert proposals[0] != proposals[3]  # new inputs, new outputs
+
+
+def test_a_proposal_is_not_written_to_by_the_next_replay():
+    sampler, given = sampler_of(), batch(0, 4)
+    first = sampler.propose(*given)
+    kept = first.draft.tokens.clone(), first.draft.q_rows.clone(), first.ids.clone()
+    sampler.propose(*batch(5, 4))
+    assert torch.equal(first.draft.tokens, kept[0]) and torch.equal(first.ids, kept[2])
+    assert torch.equal(first.draft.q_rows, kept[1])
+
+
+def test_a_batch_beyond_the_captured_size_is_proposed_eagerly_and_alike():
+    given = batch(0, 11)
+    found = sampler_of().propose(*given)
+    assert found.eager is Eager.TOO_LARGE and same(found, sampler_of(sizes=(16,)).propose(*given))
+
+
+@pytest.mark.parametrize("merge", ["two_gather", "packed", "full_gather"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_simulated_ranks_capture_what_lies_before_and_after_the_collectives(world_size, merge):
+    given = batch(1, 3)
+
+    def program(rank: int):
+        sampler = sampler_of(rank, world_size, merge=merge)
+        assert sampler.captured
+        sampler.propose(*batch(7, 5))  # leaves the buffers full
+        found = sampler.propose(*given)
+        assert found.eager is None
+        return same(found, sampler_of(rank, world_size, merge=merge, eager=True).propose(*given)), found.ids.tolist()
+
+    results = SimulatedWorld(world_size, device="cuda:0").run(program)
+    assert all(end is not None and end.how == "returned" for end in (ledger.end for ledger in results.ledgers)), [
+        ledger.end for ledger in results.ledgers
+    ]
+    assert all(alike for alike, _ in results.results)
+    assert len({str(ids) for _, ids in results.results}) == 1
