@@ -18,9 +18,9 @@ def threads(**did: object) -> Threads:
     return Threads(**({"main_slices": 5, "busy_ns": 1000, "main_runnable": False, "runnable": False} | did))
 
 
-def joined(seq: int):
+def joined(seq: int, op: str = "barrier"):
     """The rank issues a collective and waits in it."""
-    return ("start", "world", seq, "barrier", "", [], [], 0, "", None, "a.py:1 f", True, "started", seq)
+    return ("start", "world", seq, op, "", [], [], 0, "", None, "a.py:1 f", True, "started", seq)
 
 
 def done(seq: int):
@@ -121,6 +121,16 @@ def test_ranks_that_all_joined_and_do_nothing_are_stuck(bench):
         for rank in (0, 1):
             bench.read(rank, threads=threads(runnable=looks % 2 == 0, busy_ns=looks))  # gloo looks around
     assert bench.watch.stuck == (0, 1) and looks >= 5 and 100 < bench.watch.proof_ms < 200
+
+
+@pytest.mark.parametrize(("op", "least_ms", "most_ms"), [("all_reduce", 25, 90), ("barrier", 100, 200)])
+def test_ranks_whose_ledgers_contradict_each_other_need_be_idle_for_a_quarter_of_the_time(bench, op, least_ms, most_ms):
+    bench.read(0, GROUP, joined(1, op))
+    bench.read(1, GROUP, joined(1))
+    while not bench.judge(bench.watch.look_s):
+        for rank in (0, 1):
+            bench.read(rank, threads=threads())
+    assert bench.watch.stuck == (0, 1) and least_ms < bench.watch.proof_ms < most_ms
 
 
 @pytest.mark.parametrize(

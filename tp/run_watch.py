@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from tpbed.tp.blackbox import parse_events
-from tpbed.tp.ledger import WORLD, Event, Ledger, read_ledger
+from tpbed.tp.ledger import WORLD, CollectiveRecord, Event, Ledger, read_ledger
 from tpbed.tp.reading import Reading, Threads
 from tpbed.tp.stuck import find_missing, find_stuck
 from tpbed.tp.world import Liveness
@@ -17,6 +17,7 @@ _LOOK_S = (0.003, 0.025)  # from one look to the next: after something happened,
 _AGAIN_S = 0.001  # to the look that confirms a proof
 _AFTER_DEATH_S = 0.025  # what a death does to its peers by itself, such as errors of gloo, is let happen
 IDLE_S = 0.1  # after which ranks that all wait for each other, and do nothing at any look, are taken as stuck
+_DISAGREEING_SHARE = 0.25  # of that time is enough where their ledgers contradict each other already
 _IDLE_SHARE = 0.02  # of a processor: gloo's own thread wakes up a hundred times a second and looks around
 _PATIENCE_S = 2.0  # the least deadline for ranks that all wait in collectives and do not look idle
 
@@ -75,6 +76,19 @@ def _is_idle(before: Threads, now: Threads, seconds: float) -> bool:
     if now.main_slices != before.main_slices or now.main_runnable or (now.runnable and before.runnable):
         return False
     return now.busy_ns - before.busy_ns <= _IDLE_SHARE * seconds * 1e9
+
+
+def _disagree(waiting: Sequence[_Seen]) -> bool:
+    """True if two ranks wait at one place, and for another op, root or size."""
+    terms: dict[Hashable, Hashable] = {}
+    for seen in waiting:
+        record = seen.ledger.waiting_in()
+        if isinstance(record, CollectiveRecord):
+            sized = record.op not in ("all_to_all", "gather", "scatter")  # where sizes may differ, rightly
+            meant = record.op, record.root, sized and record.payload_bytes
+            if terms.setdefault((record.group, record.seq), meant) != meant:
+                return True
+    return False
 
 
 class RunWatch:
@@ -199,7 +213,8 @@ class RunWatch:
     def _is_idle(self, rest: Sequence[_Seen], now: float) -> bool:
         for_s, _ = self._believe(("idle", self._changes, self.open_ranks), now)
         self.look_s, self.look_deep = min(1.4 * self.look_s, _LOOK_S[1]), True
-        is_idle = all(seen.idle_since is not None and now - seen.idle_since >= self._idle_s for seen in rest)
+        idle_s = self._idle_s * (_DISAGREEING_SHARE if _disagree(rest) else 1)
+        is_idle = all(seen.idle_since is not None and now - seen.idle_since >= idle_s for seen in rest)
         return is_idle or for_s >= max(self._stall_after_s, _PATIENCE_S)
 
     def _believe(self, judgement: Hashable, now: float) -> tuple[float, int]:
