@@ -172,6 +172,19 @@ def test_a_main_thread_that_stands_still_waits_for_the_oldest_message(rank, monk
     assert ledger.waiting_in() == ledger.messages[0]
 
 
+def test_a_call_that_does_not_return_waits_for_its_peer(rank, monkeypatch):
+    def connect(op, peer):  # NCCL connects two ranks when the first message passes between them
+        assert rank.waits.wait(30)
+        raise RuntimeError("aborted")
+
+    monkeypatch.setattr(rank.nccl, "issue", connect)
+    monkeypatch.setattr(completion, "_BLOCKED_S", 0.01)
+    monkeypatch.setattr(completion, "_main_sleeps", lambda: False)
+    with pytest.raises(RuntimeError, match="aborted"):
+        rank.group.send([TENSOR], 1, 0)
+    assert [(message.waited, message.state) for message in rank.messages()] == [(True, "failed")]
+
+
 def test_tags_are_left_out_since_nccl_has_none(rank):
     rank.group.send([TENSOR], 1, 5)
     assert rank.messages()[0].tag == 0

@@ -70,11 +70,13 @@ class CompletionWatch:
         """A message is about to be issued. Returns what is to be told when it was, with its handle, or its batch's."""
         opened = _Open(group=group, seq=seq, may_start=_event(), is_message=True)
         self._recorder.message_state(group, seq, "scheduled")
+        with self._changed:
+            self._open.append(opened)  # the call itself waits for the peer, where the two have to connect first
+            self._changed.notify()
 
         def issued(work: dist.Work | None) -> None:
             with self._changed:
                 opened.work, opened.has_ended = work, _event().query if work is None else work.is_completed
-                self._open.append(opened)
                 self._changed.notify()
 
         return issued
@@ -127,7 +129,10 @@ class CompletionWatch:
             self._place, self._since = place, time.monotonic()
         elif time.monotonic() - self._since > _BLOCKED_S:
             self._since = float("inf")  # once at a place
-            for oldest in self._open[:1]:
+            with self._changed:
+                issued = [collective for collective in self._open if collective.has_ended is not None]
+                waited = issued[:1] or self._open[-1:]
+            for oldest in waited:
                 if oldest.is_message:
                     self._recorder.message_wait(oldest.group, oldest.seq)
                 elif self._recorder.seqs[oldest.group] >= oldest.seq:  # no hook holds it up or has swallowed it
