@@ -20,7 +20,7 @@ def pack_int8(weight: Tensor) -> dict[str, Tensor]:
 
     weight: (rows, hidden units) of any floating dtype, finite.
     Returns weight (rows, hidden units) int8 and weight_scale (rows, 1) float32; their product is the weight again,
-    within half a scale of each entry. A row of zeros packs to zeros.
+    within half a scale of each entry, and its rounding. A row of zeros packs to zeros.
     Source: per-channel symmetric INT8 of compressed-tensors; -128 is used, and 127.5 of the largest is cut to 127.
     """
     wide = weight.float()
