@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +14,17 @@ from tpbed.harness.scenario import HeadFormat, Logits, Scenario, ScenarioError
 from tpbed.harness.smollm2 import head_weight
 from tpbed.harness.smollm2 import hidden_states as trained_states
 from tpbed.selector.head import DenseHead
-from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, pack_fp8_per_channel
+from tpbed.selector.quantized import FORMATS, QuantizedHead
 from tpbed.selector.reference import error_bound, reference_logits
 from tpbed.selector.shard import VocabShard
+from tpbed.selector.tiles import TiledMethod
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    **dict.fromkeys(FORMATS, torch.bfloat16),
+}
 CPU = torch.device("cpu")
 LADDER = 8192  # distinct values from 1 upward that bfloat16 and float16 hold side by side with room above them
 
@@ -35,23 +43,22 @@ def build_shard(scenario: Scenario, rank: int) -> VocabShard:
 
 def build_head(
     plan: Plan, rank: int, *, scale_of: int | None = None, device: torch.device = CPU
-) -> DenseHead | Fp8Head:
+) -> DenseHead | QuantizedHead:
     """The lm_head of one rank: its rows of the whole weight, dense or packed, on `device`.
 
     scale_of: the rank whose scales a packed head carries by mistake; None for its own.
+    Raises ShardError on every rank alike where the format cannot be shared so.
     """
     scenario, shard = plan.scenario, build_shard(plan.scenario, rank)
-    if scenario.head != "fp8":
+    if scenario.head not in FORMATS:
         dense = shard.shard_rows(full_weight(plan), padding=scenario.pad_fill)
         return DenseHead(weight=dense.to(device), shard=shard)
-    packed, scale = _packed(_weight_key(scenario), plan.weight_seed)
-    scales = build_shard(scenario, rank if scale_of is None else scale_of).shard_rows(scale)
-    return Fp8Head(
-        weight=shard.shard_rows(packed).to(device),
-        weight_scale=scales.to(device),
-        shard=shard,
-        quant_method=Fp8PerChannelMethod(quantize_activations=False),  # what true_logits can bound, on any device
-    )
+    packed = _packed(_weight_key(scenario), plan.weight_seed)
+    head = FORMATS[scenario.head].head(packed, shard)
+    if scale_of is not None:
+        other = FORMATS[scenario.head].head(packed, build_shard(scenario, scale_of))
+        head = replace(head, weight_scale=other.weight_scale)
+    return _on_device(head, device)
 
 
 def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:
@@ -79,7 +86,7 @@ def true_logits(plan: Plan, step: int) -> tuple[Tensor, Tensor]:
     scenario = plan.scenario
     hidden, weight = hidden_states(plan, step), _true_weight(plan)
     logits = reference_logits(hidden, weight)
-    if scenario.logits in ("gaussian", "smollm2") or scenario.head == "fp8":
+    if scenario.logits in ("gaussian", "smollm2") or scenario.head in FORMATS:
         bound = error_bound(hidden, weight, DTYPES[scenario.head])
     else:
         bound = torch.zeros_like(logits)
@@ -94,11 +101,17 @@ def full_weight(plan: Plan) -> Tensor:
 
 
 def _true_weight(plan: Plan) -> Tensor:
-    org = plan.scenario.org_vocab_size
-    if plan.scenario.head != "fp8":
+    scenario, org = plan.scenario, plan.scenario.org_vocab_size
+    if scenario.head not in FORMATS:
         return full_weight(plan)[:org]
-    packed, scale = _packed(_weight_key(plan.scenario), plan.weight_seed)
-    return dequantise_fp8(packed[:org], scale[:org])
+    return FORMATS[scenario.head].dequantise(_packed(_weight_key(scenario), plan.weight_seed))[:org]
+
+
+def _on_device(head: QuantizedHead, device: torch.device) -> QuantizedHead:
+    """On `device`, with the method that true_logits can bound on any: activations are not quantized."""
+    stored = {field.name: getattr(head, field.name) for field in fields(head)}
+    moved: dict[str, Any] = {name: value.to(device) for name, value in stored.items() if isinstance(value, Tensor)}
+    return replace(head, quant_method=TiledMethod(), **moved)
 
 
 _WeightKey = tuple[int, int, HeadFormat, Logits]  # tokens, hidden_size, head, logits
@@ -110,8 +123,11 @@ def _weight_key(scenario: Scenario) -> _WeightKey:
 
 
 @lru_cache(maxsize=4)
-def _packed(key: _WeightKey, seed: int) -> tuple[Tensor, Tensor]:
-    return pack_fp8_per_channel(_weight(key, seed))
+def _packed(key: _WeightKey, seed: int) -> dict[str, Tensor]:
+    head = key[2]
+    if head not in FORMATS:
+        raise ScenarioError(f"head={head!r} is not packed: use one of {', '.join(FORMATS)}.")
+    return FORMATS[head].pack(_weight(key, seed))
 
 
 @lru_cache(maxsize=8)

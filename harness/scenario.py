@@ -12,7 +12,9 @@ Kind = Literal[
     "hang", "mismatch", "stall", "diverge", "wrong_ids", "order", "crash_one", "crash_all", "init_fail", "leak"
 ]
 WorldName = Literal["sim", "gloo", "nccl"]
-HeadFormat = Literal["fp32", "bf16", "fp16", "fp8"]
+HeadFormat = Literal[
+    "fp32", "bf16", "fp16", "fp8", "fp8-tensor", "fp8-block", "int8", "nvfp4-ct", "nvfp4-modelopt"
+]  # the packed ones as tpbed.selector.checkpoint.QuantFormat
 Logits = Literal["distinct", "negative", "tied", "equal", "gaussian", "smollm2"]
 Ties = Literal["canonical", "equivalent"]
 EVERYWHERE: tuple[WorldName, ...] = ("sim", "gloo", "nccl")

@@ -1,9 +1,66 @@
 """Quantized heads: packed weights, scales, admission."""
 
+from dataclasses import replace
+
 from tpbed.harness.faults import PackedOnly, StaleMethod, WrongScale
 from tpbed.harness.scenario import Expected, Scenario
 
+PACKED = Scenario(
+    name="",
+    claim="",
+    kind=0,
+    org_vocab_size=1000,  # pads to 1,024: shares of 256 rows at TP=4, in which no block of 128 is cut
+    hidden_size=144,  # nine groups of 16, and a block of 128 with a partial one
+    head="nvfp4-ct",
+    logits="gaussian",
+)
+
 SCENARIOS = (
+    *(
+        replace(
+            PACKED,
+            name=f"quantized/{head}-tp{tp}",
+            claim=f"A head packed as {head} at TP={tp}: candidates equal the dequantized reference.",
+            world_size=tp,
+            head=head,
+        )
+        for tp in (1, 2, 4)
+        for head in ("fp8", "fp8-tensor", "fp8-block", "int8", "nvfp4-ct", "nvfp4-modelopt")
+    ),
+    replace(
+        PACKED,
+        name="quantized/nvfp4-cropped",
+        claim="An NVFP4 head whose padding is cropped, not masked: only the tail rank's view is strided; it raises.",
+        kind=7,
+        source="sgl-project/sglang#35496",
+        selector="crop",
+        expect=(
+            Expected(
+                kind="hang", ranks=(3,), op="all_gather", seq=1, error="RuntimeError", says="input must be contiguous"
+            ),
+        ),
+    ),
+    replace(
+        PACKED,
+        name="quantized/block-cut-by-a-rank",
+        claim="Shares of 160 rows cut the blocks of 128 that have one scale: every rank refuses alike, nobody waits.",
+        kind=7,
+        source="vllm-project/vllm#52147",
+        org_vocab_size=600,
+        head="fp8-block",
+        expect=(Expected(kind="crash_all", error="ShardError", says="cuts a block of 128 rows"),),
+    ),
+    replace(
+        PACKED,
+        name="quantized/nvfp4-scale-of-another-shard",
+        claim="Group scales that do not follow the vocabulary rows give logits that no right head can.",
+        kind=7,
+        source="jundot/omlx#2844",
+        world_size=2,
+        org_vocab_size=1024,
+        faults=(WrongScale(rank=1, scale_of=0),),
+        expect=(Expected(kind="wrong_ids"),),
+    ),
     Scenario(
         name="quantized/fp8",
         claim="A head of packed float8_e4m3fn rows with a scale each: candidates equal the dequantized reference.",

@@ -7,8 +7,8 @@ import torch
 
 from tpbed.selector.admission import AdmissionError, admit, admits_quant_method, is_dense_head
 from tpbed.selector.errors import SelectionError
+from tpbed.selector.fp8 import Fp8Head
 from tpbed.selector.head import DenseHead
-from tpbed.selector.quantized import Fp8Head
 from tpbed.selector.shard import VocabShard
 
 FP8 = torch.float8_e4m3fn

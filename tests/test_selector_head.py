@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpbed.selector import quantized
+from tpbed.selector import fp8, tiles
+from tpbed.selector.fp8 import Fp8Head, Fp8Method, dequantise_fp8, fits_scaled_mm, pack_fp8_per_channel
 from tpbed.selector.head import DenseHead, HeadError
-from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod, dequantise_fp8, fits_scaled_mm, pack_fp8_per_channel
 from tpbed.selector.reference import error_bound, reference_logits
 from tpbed.selector.shard import VocabShard
 
@@ -156,7 +156,7 @@ def test_the_whole_head_is_never_widened_at_once_and_tiles_do_not_change_the_log
     head = Fp8Head.from_full(weight, shard)
     hidden = torch.randint(-8, 9, (3, 16), generator=torch.Generator().manual_seed(2)).bfloat16()
     whole = head.quant_method.apply(head, hidden)
-    monkeypatch.setattr(quantized, "TILE_BYTES", 4 * 16 * 7)  # 7 rows, which does not divide 256
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 16 * 7)  # 7 rows, which does not divide 256
     with LargestWidened() as widened:
         tiled = head.quant_method.apply(head, hidden)
     assert 0 < widened.largest <= 7 * 16
@@ -166,7 +166,7 @@ def test_the_whole_head_is_never_widened_at_once_and_tiles_do_not_change_the_log
 def test_a_bias_is_added_per_row_of_the_vocabulary_and_keeps_the_logits_dtype():
     head = Fp8Head.from_full(torch.ones(64, 4), VocabShard.even(0, 1, 64))
     bias = torch.arange(64).float()
-    logits = Fp8PerChannelMethod().apply(head, torch.ones(2, 4), bias)
+    logits = Fp8Method().apply(head, torch.ones(2, 4), bias)
     assert logits.dtype == torch.bfloat16
     assert logits.float()[1].tolist() == (4 + bias).bfloat16().float().tolist()
 
@@ -207,18 +207,18 @@ def test_w8a8_is_the_product_of_activations_that_are_packed_like_weights():
     weight, hidden = gaussian(64, 32, seed=1), gaussian(5, 32, seed=2).bfloat16()
     head = Fp8Head.from_full(weight, VocabShard.even(0, 1, 64))
     packed_hidden, full = dequantise_fp8(*pack_fp8_per_channel(hidden)), dequantise_fp8(head.weight, head.weight_scale)
-    error = (quantized.apply_scaled_mm(head, hidden).double() - reference_logits(packed_hidden, full)).abs()
+    error = (fp8.apply_scaled_mm(head, hidden).double() - reference_logits(packed_hidden, full)).abs()
     assert (error <= error_bound(packed_hidden, full, torch.bfloat16)).all()
 
 
 def test_a_method_that_may_not_quantize_activations_never_takes_w8a8(monkeypatch):
-    monkeypatch.setattr(quantized, "fits_scaled_mm", lambda layer, x: True)
-    monkeypatch.setattr(quantized, "apply_scaled_mm", lambda layer, x: "w8a8")
+    monkeypatch.setattr(fp8, "fits_scaled_mm", lambda layer, x: True)
+    monkeypatch.setattr(fp8, "apply_scaled_mm", lambda layer, x: "w8a8")
     head = Fp8Head.from_full(gaussian(64, 32, seed=1), VocabShard.even(0, 1, 64))
     hidden = gaussian(5, 32, seed=2).bfloat16()
-    assert Fp8PerChannelMethod().apply(head, hidden) == "w8a8"
-    careful = Fp8PerChannelMethod(quantize_activations=False).apply(head, hidden)
-    assert torch.equal(careful, quantized.apply_in_tiles(head, hidden))
+    assert Fp8Method().apply(head, hidden) == "w8a8"
+    careful = Fp8Method(quantize_activations=False).apply(head, hidden)
+    assert torch.equal(careful, tiles.apply_in_tiles(head, hidden))
 
 
 def test_heads_say_the_dtype_of_their_logits_and_not_of_their_storage():

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpbed.selector.admission import AdmissionError
+from tpbed.selector.fp8 import Fp8Head
 from tpbed.selector.head import DenseHead
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.quantized import Fp8Head
 from tpbed.selector.shard import VocabShard
 
 HEADS = [DenseHead, Fp8Head]

@@ -8,9 +8,9 @@ import torch
 from tpbed.selector.admission import AdmissionError
 from tpbed.selector.candidates import Candidates
 from tpbed.selector.errors import SelectionError
+from tpbed.selector.fp8 import Fp8Head
 from tpbed.selector.head import DenseHead
 from tpbed.selector.lattice import TransitionTables, lattice_scores
-from tpbed.selector.quantized import Fp8Head
 from tpbed.selector.reference import reference_logits, reference_topk
 from tpbed.selector.sampler import EAGER_VARIABLE, DraftSampler, Eager
 from tpbed.selector.shard import VocabShard

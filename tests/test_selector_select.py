@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tpbed.selector import select
 from tpbed.selector.admission import AdmissionError
 from tpbed.selector.errors import SelectionError
+from tpbed.selector.fp8 import Fp8Head, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.head import DenseHead
 from tpbed.selector.merge import merge_gathered, pad_candidates
-from tpbed.selector.quantized import Fp8Head, dequantise_fp8, pack_fp8_per_channel
 from tpbed.selector.reference import error_bound, explain_candidates, reference_logits, reference_topk
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import VocabShard
