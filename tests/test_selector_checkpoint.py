@@ -19,7 +19,7 @@ from tpbed.selector.shard import VocabShard
 
 HEADS = {"fp8": Fp8Head, "int8": Int8Head, "nvfp4": Nvfp4Head}
 NAMES = {
-    **dict.fromkeys(["fp8", "fp8-tensor", "fp8-block", "int8"], {"weight", "weight_scale"}),
+    **dict.fromkeys(["fp8", "fp8-tensor", "fp8-block", "int8"], frozenset({"weight", "weight_scale"})),
     "nvfp4-ct": {"weight_packed", "weight_scale", "weight_global_scale"},
     "nvfp4-modelopt": {"weight", "weight_scale", "weight_scale_2"},
 }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tpbed.selector import candidates as merging
 from tpbed.selector import select
 from tpbed.selector.admission import AdmissionError
 from tpbed.selector.errors import SelectionError
@@ -50,7 +51,7 @@ def all_ranks(monkeypatch, hidden, heads, *, k, topk=None):
     """Run every rank's part of compute_candidates with a gather in this process; returns lists sent and the answer."""
     sent = []
     monkeypatch.setattr(select, "_check_group", lambda shard, group: None)
-    monkeypatch.setattr(select, "two_gather_merge", lambda v, i, *, k, group: sent.append((v, i)) or (v, i))
+    monkeypatch.setattr(merging, "two_gather_merge", lambda v, i, *, k, group: sent.append((v, i)) or (v, i))
     for head in heads:
         compute_candidates(hidden, head, k=k, group=None, topk=topk)
     padded = [pad_candidates(values.float(), ids, k) for values, ids in sent]
@@ -214,7 +215,7 @@ def test_several_ranks_without_a_group_or_with_one_of_another_size_are_refused()
 def test_choices_of_a_rank_are_noted_with_reasons_before_the_gather(monkeypatch):
     notes = []
     monkeypatch.setattr(select, "_check_group", lambda shard, group: None)
-    monkeypatch.setattr(select, "two_gather_merge", lambda v, i, *, k, group: notes.append("gather") or (v, i))
+    monkeypatch.setattr(merging, "two_gather_merge", lambda v, i, *, k, group: notes.append("gather") or (v, i))
     head = DenseHead.from_full(tied_weight(65, seed=0), VocabShard.even(7, 8, 65))
 
     def note(name, value, because):
