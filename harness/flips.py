@@ -15,10 +15,10 @@ SIGMAS = (1e-4, 1e3)  # between which a fit looks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """Rows with a margin from `low` up to, but not at, `high`, and how many of them flipped."""
+    """Rows with a margin from `low` up to, but not at, `high`, and how many of them flipped; the last bin is open."""
 
     low: float
-    high: float
+    high: float | None
     rows: int
     flips: int
 
@@ -34,10 +34,11 @@ def near_tie_rates(margins: Tensor, taus: Sequence[float]) -> dict[str, float]:
 
 
 def flip_curve(margins: Tensor, flipped: Tensor, edges: Sequence[float]) -> tuple[Bin, ...]:
-    """Rows and flips between each two edges, the last bin being open: F(g) with its counts."""
+    """Rows and flips between each two edges, and above the last: F(g) with its counts."""
     found = []
-    for low, high in pairwise((*edges, inf)):
-        inside = (margins >= low) & (margins < high)
+    for low, high in pairwise((*edges, None)):
+        assert low is not None  # only the last is
+        inside = (margins >= low) & (margins < (inf if high is None else high))
         found.append(Bin(low=low, high=high, rows=int(inside.sum()), flips=int((inside & flipped).sum())))
     return tuple(found)
 

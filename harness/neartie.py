@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ from tpbed.tp.errors import TestbedError
 K = 16  # candidates per row
 BATCH = 56  # rows that a head sees at one time: 8 requests of 7 slots
 BATCHES = (1, 8, 448)
-MAX_CALLS = 32  # of a head in one setting: what bounds the rows that are measured one at a time
+MAX_CALLS = 16  # of a head in one setting: what bounds the rows that are measured one at a time
 EDGES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # margins between which flips are counted
 ULPS = (0.5, 1, 2, 4, 8)
 MARGINS = (0.01, 0.03, 0.1, 0.3, 1.0)
 CONFIDENT, MEAN, DEVIATION, AMBIGUOUS = 0.7, 4.0, 1.0, 0.2
 DAMPING = 0.01  # of the directions in which planted rows move
+NEWTON_STEPS = 8
 
 BuildHead = Callable[[Tensor, VocabShard], LmHead]
 Select = Callable[..., Candidates]
@@ -162,26 +164,35 @@ class Report:
 
 
 def measure(
-    rows: Rows, weight: Tensor, formats: Sequence[str], tps: Sequence[int], *, on_progress: Progress = lambda _: None
-) -> Report:
-    """Measure heads of the same weight on the same rows, in every setting.
+    sources: Sequence[Rows],
+    weight: Tensor,
+    formats: Sequence[str],
+    tps: Sequence[int],
+    *,
+    on_progress: Progress = lambda _: None,
+) -> tuple[Report, ...]:
+    """Measure heads of the same weight on each source of rows, in every setting; a report for each source.
 
     weight: (tokens, hidden units) bfloat16. formats: names of FORMATS; pairs are made with the first. tps: world sizes.
     Raises NearTieError for what there is not, and where ranks differ; ShardError if a world size cannot share tokens.
     """
     check_request(formats, tps, len(weight))
-    on_progress(f"{rows.name}: reference of {len(rows.hidden)} rows")
-    truth = refer(rows.hidden, weight)
-    figures, controls, plain = [], [], {}
+    truths, parts = [], {}
+    for rows in sources:
+        on_progress(f"the reference of {len(rows.hidden)} {rows.name} rows")
+        truths.append(refer(rows.hidden, weight))
     for name in formats:
-        bench = _Bench(rows, weight, name, truth)
-        plain[name] = bench.choose(Setting())
-        figures.append(bench.figures(Setting(), plain[name], plain[name]))
-        for setting in settings(tps, len(rows.hidden)):
-            on_progress(f"{rows.name}: {name} head, {setting}")
-            figures.append(bench.figures(setting, bench.choose(setting), plain[name]))
-        on_progress(f"{rows.name}: {name} head, controls")
-        controls.extend(bench.controls(max(tps), [tp for tp in tps if tp > 1], plain[name]))
+        heads = Heads(name, weight)
+        for rows, truth in zip(sources, truths, strict=True):
+            parts[rows.name, name] = _Bench(rows, truth, heads, on_progress).measure(tps)
+    return tuple(
+        _report(rows, truth, {name: parts[rows.name, name] for name in formats}, tps)
+        for rows, truth in zip(sources, truths, strict=True)
+    )
+
+
+def _report(rows: Rows, truth: Reference, parts: Mapping[str, _Part], tps: Sequence[int]) -> Report:
+    first, *others = parts.items()
     return Report(
         source=rows.name,
         about=rows.about,
@@ -189,16 +200,18 @@ def measure(
         tps=tuple(sorted({1, *tps})),
         near_ties_ulps=near_tie_rates(in_ulps(truth.margins, truth.tops), ULPS),
         near_ties=near_tie_rates(truth.margins, MARGINS),
-        curves={name: flip_curve(truth.margins, flips(plain[name], truth), EDGES) for name in formats},
-        figures=tuple(figures),
-        controls=tuple(controls),
-        paired=tuple(pair(rows.name, (formats[0], plain[formats[0]]), (n, plain[n]), truth) for n in formats[1:]),
+        curves={name: flip_curve(truth.margins, flips(part.plain, truth), EDGES) for name, part in parts.items()},
+        figures=tuple(one for part in parts.values() for one in part.figures),
+        controls=tuple(one for part in parts.values() for one in part.controls),
+        paired=tuple(
+            pair((name, part.plain), (first[0], first[1].plain), truth, source=rows.name) for name, part in others
+        ),
     )
 
 
 def check_request(formats: Sequence[str], tps: Sequence[int], tokens: int) -> None:
-    """Raises NearTieError or ShardError for formats and world sizes that cannot be measured."""
-    if not formats or (unknown := [name for name in formats if name not in FORMATS]):
+    """Raises NearTieError or ShardError for formats or world sizes that cannot be measured."""
+    if not formats or not set(formats) <= set(FORMATS):
         raise NearTieError(f"formats {', '.join(formats) or 'none'}: give some of {', '.join(FORMATS)}.")
     if not tps or min(tps) < 1:
         raise NearTieError(f"world sizes {', '.join(map(str, tps)) or 'none'}: give numbers of ranks, 1 or more.")
@@ -207,7 +220,8 @@ def check_request(formats: Sequence[str], tps: Sequence[int], tokens: int) -> No
 
 
 def settings(tps: Sequence[int], rows: int) -> Iterator[Setting]:
-    """What is changed, one thing at a time; batches as large as rows allow."""
+    """The plain setting, then what is changed, one thing at a time; batches as large as rows allow."""
+    yield Setting()
     yield from (Setting(tp=tp) for tp in tps if tp > 1)
     yield from (Setting(batch=batch) for batch in BATCHES if batch <= rows)
     yield Setting(logits="fp32")
@@ -222,7 +236,12 @@ def refer(hidden: Tensor, weight: Tensor) -> Reference:
 
 
 def choose(
-    heads: Sequence[LmHead], hidden: Tensor, *, batch: int, ties: Ties = "canonical", select: Select = compute_candidates
+    heads: Sequence[LmHead],
+    hidden: Tensor,
+    *,
+    batch: int = BATCH,
+    ties: Ties = "canonical",
+    select: Select = compute_candidates,
 ) -> Choice:
     """What the selector chooses on simulated ranks that hold one head each.
 
@@ -248,10 +267,19 @@ def _run(heads: Sequence[LmHead], batches: Sequence[Tensor], k: int, topk: TopK,
     return cast(Candidates, results[0])
 
 
-def build_heads(name: str, weight: Tensor, *, tp: int = 1, logits: Dtype = "bf16") -> list[LmHead]:
-    """One head for each rank, all of the same whole weight."""
-    shards = [VocabShard.even(rank, tp, len(weight)) for rank in range(tp)]
-    return [_with_logits(FORMATS[name](weight, shard), _DTYPES[logits]) for shard in shards]
+class Heads:
+    """Heads of one format, all of the same whole weight, each packed once: packing takes longer than measuring."""
+
+    def __init__(self, name: str, weight: Tensor) -> None:
+        self.name, self._weight = name, weight
+        self._built: dict[int, list[LmHead]] = {}
+
+    def __call__(self, tp: int = 1, logits: Dtype = "bf16") -> list[LmHead]:
+        """One for each of tp ranks."""
+        if tp not in self._built:
+            shards = [VocabShard.even(rank, tp, len(self._weight)) for rank in range(tp)]
+            self._built[tp] = [FORMATS[self.name](self._weight, shard) for shard in shards]
+        return [_with_logits(head, _DTYPES[logits]) for head in self._built[tp]]
 
 
 def _with_logits(head: LmHead, dtype: torch.dtype) -> LmHead:
@@ -299,12 +327,10 @@ def describe(choice: Choice, truth: Reference, plain: Choice, **names: str) -> F
 def compare(one: Choice, other: Choice, **names: str) -> Control:
     """How many rows differ; names: source, head and name."""
     differ = one.ids != other.ids
-    return Control(
-        **names, rows=len(differ), flips=int(differ[:, 0].sum()), changed=int(differ.any(dim=1).sum())
-    )
+    return Control(**names, rows=len(differ), flips=int(differ[:, 0].sum()), changed=int(differ.any(dim=1).sum()))
 
 
-def pair(source: str, against: tuple[str, Choice], head: tuple[str, Choice], truth: Reference) -> Paired:
+def pair(head: tuple[str, Choice], against: tuple[str, Choice], truth: Reference, *, source: str) -> Paired:
     """McNemar's test of a head against another, each with its name, on the same rows."""
     wrong, wrong_against = flips(head[1], truth), flips(against[1], truth)
     only_head, only_against = int((~wrong & wrong_against).sum()), int((wrong & ~wrong_against).sum())
@@ -323,17 +349,28 @@ def same_setting_twice(
     heads: Sequence[LmHead], hidden: Tensor, *, select: Select = compute_candidates, **names: str
 ) -> Control:
     """Control: the same heads and rows give the same candidates again."""
-    once, again = (choose(heads, hidden, batch=BATCH, select=select) for _ in range(2))
+    once, again = (choose(heads, hidden, select=select) for _ in range(2))
     return compare(once, again, name=f"TP={len(heads)} twice", **names)
 
 
 def same_logits_shared(
-    logits: Tensor, plain: Choice, tp: int, *, ties: Ties = "canonical", select: Select = compute_candidates, **names: str
+    logits: Tensor,
+    plain: Choice,
+    tp: int,
+    *,
+    ties: Ties = "canonical",
+    select: Select = compute_candidates,
+    **names: str,
 ) -> Control:
     """Control: tp ranks that share the logits from which `plain` was chosen at TP=1 choose the same."""
-    heads, hidden = given_heads(logits, tp)
-    found = choose(heads, hidden, batch=len(hidden), ties=ties, select=select)
+    found = choose_of(logits, tp, ties=ties, select=select)
     return compare(plain, found, name=f"TP=1 and TP={tp}, same logits", **names)
+
+
+def choose_of(logits: Tensor, tp: int, *, ties: Ties = "canonical", select: Select = compute_candidates) -> Choice:
+    """What tp ranks choose that share these logits, (rows, tokens)."""
+    heads, hidden = given_heads(logits, tp)
+    return choose(heads, hidden, batch=len(hidden), ties=ties, select=select)
 
 
 def planted(base: Tensor, weight: Tensor, count: int, seed: int) -> Rows:
@@ -362,7 +399,7 @@ def draw_margins(count: int, seed: int) -> Tensor:
 
 
 def _move(hidden: Tensor, logits: Tensor, weight: Tensor, best: Tensor, wanted: Tensor) -> Tensor:
-    """Along the direction that raises the best token most for what it does to all others."""
+    """Each row along a direction of its own, in which its best token gains much and the others little."""
     steps = _directions(weight, best)
     slopes = steps @ weight.T  # 1 for the best token
     return (hidden.float() + _distances(logits, slopes, best, wanted)[:, None] * steps).to(hidden.dtype)
@@ -380,7 +417,7 @@ def _directions(weight: Tensor, best: Tensor) -> Tensor:
 def _distances(logits: Tensor, slopes: Tensor, best: Tensor, wanted: Tensor) -> Tensor:
     """(rows,): how far to go. The lead over all others is concave in the distance, so that Newton's method ends."""
     distances = torch.zeros(len(logits))
-    for _ in range(20):
+    for _ in range(NEWTON_STEPS):
         moved = logits + distances[:, None] * slopes
         top = moved.gather(1, best[:, None])[:, 0]
         rival, ids = moved.scatter(1, best[:, None], -torch.inf).max(dim=1)
@@ -388,27 +425,48 @@ def _distances(logits: Tensor, slopes: Tensor, best: Tensor, wanted: Tensor) -> 
     return distances
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One head format on one source of rows."""
+
+    plain: Choice
+    figures: tuple[Figures, ...]
+    controls: tuple[Control, ...]
+
+
 class _Bench:
-    """One head format on one set of rows."""
+    """Measures a head format on one source of rows."""
 
-    def __init__(self, rows: Rows, weight: Tensor, head: str, truth: Reference) -> None:
-        self._rows, self._weight, self._head, self._truth = rows, weight, head, truth
-        self._names = {"source": rows.name, "head": head}
+    def __init__(self, rows: Rows, truth: Reference, heads: Heads, on_progress: Progress) -> None:
+        self._hidden, self._truth, self._heads, self._on_progress = rows.hidden, truth, heads, on_progress
+        self._names = {"source": rows.name, "head": heads.name}
 
-    def choose(self, setting: Setting) -> Choice:
-        hidden = self._rows.hidden[: setting.batch * MAX_CALLS]
-        heads = build_heads(self._head, self._weight, tp=setting.tp, logits=setting.logits)
-        return choose(heads, hidden, batch=setting.batch, ties=setting.ties)
+    def measure(self, tps: Sequence[int]) -> _Part:
+        chosen = {setting: self._choose(setting) for setting in settings(tps, len(self._hidden))}
+        plain = chosen[Setting()]
+        figures = (
+            describe(choice, self._truth, plain, setting=str(setting), **self._names)
+            for setting, choice in chosen.items()
+        )
+        return _Part(plain=plain, figures=tuple(figures), controls=tuple(self._controls(tps, plain)))
 
-    def figures(self, setting: Setting, choice: Choice, plain: Choice) -> Figures:
-        return describe(choice, self._truth, plain, setting=str(setting), **self._names)
+    def _say(self, doing: object) -> None:
+        self._on_progress(f"{self._names['source']} rows, {self._heads.name} head: {doing}")
 
-    def controls(self, twice_at: int, tps: Sequence[int], plain: Choice) -> Iterator[Control]:
-        hidden = self._rows.hidden
-        yield same_setting_twice(build_heads(self._head, self._weight, tp=twice_at), hidden, **self._names)
-        (head,) = build_heads(self._head, self._weight)
-        logits = torch.cat([project_candidate_logits(part, head) for part in hidden.split(BATCH)])
-        yield from (same_logits_shared(logits, plain, tp, **self._names) for tp in tps)
+    def _choose(self, setting: Setting) -> Choice:
+        self._say(setting)
+        if setting.ties != "canonical":
+            return choose_of(self._logits, setting.tp, ties=setting.ties)
+        hidden = self._hidden[: setting.batch * MAX_CALLS]
+        return choose(self._heads(setting.tp, setting.logits), hidden, batch=setting.batch)
 
+    @cached_property
+    def _logits(self) -> Tensor:
+        """Of the plain setting: (rows, tokens) bfloat16."""
+        (head,) = self._heads()
+        return torch.cat([project_candidate_logits(part, head) for part in self._hidden.split(BATCH)])
 
-HEADS, TIE_RULES = tuple(FORMATS), get_args(Ties)
+    def _controls(self, tps: Sequence[int], plain: Choice) -> Iterator[Control]:
+        self._say("controls")
+        yield same_setting_twice(self._heads(max(tps)), self._hidden, **self._names)
+        yield from (same_logits_shared(self._logits, plain, tp, **self._names) for tp in tps if tp > 1)
