@@ -61,10 +61,10 @@ def fit_sigma(margins: Tensor, flipped: Tensor) -> float:
     if not flipped.any():
         return 0.0
     low, high = log(SIGMAS[0]), log(SIGMAS[1])
-    sigmas = torch.tensor([exp(low + (high - low) * step / 399) for step in range(400)], dtype=torch.float64)
-    z = margins.double() / (sqrt(2) * sigmas[:, None])
+    sigmas = [exp(low + (high - low) * step / 399) for step in range(400)]
+    z = margins.double() / (sqrt(2) * torch.tensor(sigmas, dtype=torch.float64)[:, None])
     likelihoods = torch.special.log_ndtr(torch.where(flipped, -z, z)).sum(dim=1)
-    return float(sigmas[likelihoods.argmax()])
+    return sigmas[int(likelihoods.argmax())]
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -79,7 +79,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 def fork_chance(per_token: float, tokens: int) -> float:
     """1 - (1 - p)^L: a greedy chain of L tokens leaves the path of the reference somewhere."""
-    return 1 - (1 - per_token) ** tokens
+    return float(1 - (1 - per_token) ** tokens)
 
 
 def most_likely_below(rows: int, confidence: float = 0.95) -> float:

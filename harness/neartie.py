@@ -1,4 +1,4 @@
-"""Near ties: how often, and at which margins, a head, a shard, a batch, a dtype or a tie rule changes the best token."""
+"""Near ties: how often, and at which margins, a head, shards, batches, a dtype or a tie rule change the best token."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Progress = Callable[[str], None]
 Dtype = Literal["bf16", "fp32"]
 Ties = Literal["canonical", "torch"]
 
+_W8A16 = Fp8PerChannelMethod(quantize_activations=False)
 FORMATS: Mapping[str, BuildHead] = {  # of the whole weight, (tokens, hidden units) bfloat16; the first is the plain one
     "bf16": DenseHead.from_full,
     "fp8": lambda full, shard: replace(Fp8Head.from_full(full, shard), quant_method=_W8A16),
 }
 RULES: Mapping[Ties, TopK] = {"canonical": keyed_topk, "torch": torch_topk}
-_W8A16 = Fp8PerChannelMethod(quantize_activations=False)
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -96,11 +96,14 @@ class Setting:
     ties: Ties = "canonical"
 
     def __str__(self) -> str:
-        plain = Setting()
+        """What is not plain."""
         told = {"tp": f"TP={self.tp}", "batch": f"M={self.batch}", "logits": f"{self.logits} logits"}
         told["ties"] = f"{self.ties} ties"
-        changed = [word for name, word in told.items() if getattr(self, name) != getattr(plain, name)]
-        return ", ".join(changed or told.values())
+        changed = [word for name, word in told.items() if getattr(self, name) != getattr(PLAIN, name)]
+        return ", ".join(changed) or "plain"
+
+
+PLAIN = Setting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +224,7 @@ def check_request(formats: Sequence[str], tps: Sequence[int], tokens: int) -> No
 
 def settings(tps: Sequence[int], rows: int) -> Iterator[Setting]:
     """The plain setting, then what is changed, one thing at a time; batches as large as rows allow."""
-    yield Setting()
+    yield PLAIN
     yield from (Setting(tp=tp) for tp in tps if tp > 1)
     yield from (Setting(batch=batch) for batch in BATCHES if batch <= rows)
     yield Setting(logits="fp32")
@@ -249,8 +252,8 @@ def choose(
     may keep others when it is asked for K, so that it is asked again.
     Raises NearTieError if ranks choose differently, RanksFailed if they do not come to an end.
     """
-    more = _run(heads, hidden.split(batch), K + 1, RULES[ties], select)
-    kept = more if ties == "canonical" else _run(heads, hidden.split(batch), K, RULES[ties], select)
+    more = _run(heads, torch.split(hidden, batch), K + 1, RULES[ties], select)
+    kept = more if ties == "canonical" else _run(heads, torch.split(hidden, batch), K, RULES[ties], select)
     return Choice(ids=kept.ids[:, :K], tied=more.values[:, K - 1] == more.values[:, K])
 
 
@@ -303,14 +306,16 @@ def flips(choice: Choice, truth: Reference) -> Tensor:
     return choice.ids[:, 0] != truth.ids[: len(choice.ids), 0]
 
 
-def describe(choice: Choice, truth: Reference, plain: Choice, **names: str) -> Figures:
-    """The figures of a choice, of the first rows or of all; names: source, head and setting."""
+def describe(choice: Choice, truth: Reference, plain: Choice, *, source: str, head: str, setting: Setting) -> Figures:
+    """The figures of a choice, of the first rows or of all."""
     rows = len(choice.ids)
     flipped, margins, best = flips(choice, truth), truth.margins[:rows], truth.ids[:rows]
     shared = (choice.ids[:, :, None] == best[:, None, :]).any(dim=1)  # (rows, K): of the reference's
     same = choice.ids.sort(dim=1).values == plain.ids[:rows].sort(dim=1).values
     return Figures(
-        **names,
+        source=source,
+        head=head,
+        setting=str(setting),
         rows=rows,
         flips=int(flipped.sum()),
         flip_rate=float(flipped.double().mean()),
@@ -324,10 +329,11 @@ def describe(choice: Choice, truth: Reference, plain: Choice, **names: str) -> F
     )
 
 
-def compare(one: Choice, other: Choice, **names: str) -> Control:
-    """How many rows differ; names: source, head and name."""
+def compare(one: Choice, other: Choice, *, source: str, head: str, name: str) -> Control:
+    """How many rows differ."""
     differ = one.ids != other.ids
-    return Control(**names, rows=len(differ), flips=int(differ[:, 0].sum()), changed=int(differ.any(dim=1).sum()))
+    flipped, changed = int(differ[:, 0].sum()), int(differ.any(dim=1).sum())
+    return Control(source=source, head=head, name=name, rows=len(differ), flips=flipped, changed=changed)
 
 
 def pair(head: tuple[str, Choice], against: tuple[str, Choice], truth: Reference, *, source: str) -> Paired:
@@ -346,11 +352,11 @@ def pair(head: tuple[str, Choice], against: tuple[str, Choice], truth: Reference
 
 
 def same_setting_twice(
-    heads: Sequence[LmHead], hidden: Tensor, *, select: Select = compute_candidates, **names: str
+    heads: Sequence[LmHead], hidden: Tensor, *, source: str, head: str, select: Select = compute_candidates
 ) -> Control:
     """Control: the same heads and rows give the same candidates again."""
     once, again = (choose(heads, hidden, select=select) for _ in range(2))
-    return compare(once, again, name=f"TP={len(heads)} twice", **names)
+    return compare(once, again, source=source, head=head, name=f"twice, TP={len(heads)}")
 
 
 def same_logits_shared(
@@ -358,13 +364,14 @@ def same_logits_shared(
     plain: Choice,
     tp: int,
     *,
+    source: str,
+    head: str,
     ties: Ties = "canonical",
     select: Select = compute_candidates,
-    **names: str,
 ) -> Control:
     """Control: tp ranks that share the logits from which `plain` was chosen at TP=1 choose the same."""
     found = choose_of(logits, tp, ties=ties, select=select)
-    return compare(plain, found, name=f"TP=1 and TP={tp}, same logits", **names)
+    return compare(plain, found, source=source, head=head, name=f"same logits, TP={tp}")
 
 
 def choose_of(logits: Tensor, tp: int, *, ties: Ties = "canonical", select: Select = compute_candidates) -> Choice:
@@ -411,7 +418,8 @@ def _directions(weight: Tensor, best: Tensor) -> Tensor:
     spread = centred.T @ centred / len(centred)
     spread += DAMPING * spread.diagonal().mean() * torch.eye(len(spread))
     steps = torch.linalg.solve(spread, centred[best].T).T
-    return steps / (steps * weight[best]).sum(dim=1, keepdim=True)
+    gains = (steps * weight[best]).sum(dim=1, keepdim=True)
+    return cast(Tensor, steps / gains)
 
 
 def _distances(logits: Tensor, slopes: Tensor, best: Tensor, wanted: Tensor) -> Tensor:
@@ -439,19 +447,19 @@ class _Bench:
 
     def __init__(self, rows: Rows, truth: Reference, heads: Heads, on_progress: Progress) -> None:
         self._hidden, self._truth, self._heads, self._on_progress = rows.hidden, truth, heads, on_progress
-        self._names = {"source": rows.name, "head": heads.name}
+        self._source, self._head = rows.name, heads.name
 
     def measure(self, tps: Sequence[int]) -> _Part:
         chosen = {setting: self._choose(setting) for setting in settings(tps, len(self._hidden))}
-        plain = chosen[Setting()]
+        plain = chosen[PLAIN]
         figures = (
-            describe(choice, self._truth, plain, setting=str(setting), **self._names)
+            describe(choice, self._truth, plain, source=self._source, head=self._head, setting=setting)
             for setting, choice in chosen.items()
         )
         return _Part(plain=plain, figures=tuple(figures), controls=tuple(self._controls(tps, plain)))
 
     def _say(self, doing: object) -> None:
-        self._on_progress(f"{self._names['source']} rows, {self._heads.name} head: {doing}")
+        self._on_progress(f"{self._source} rows, {self._head} head: {doing}")
 
     def _choose(self, setting: Setting) -> Choice:
         self._say(setting)
@@ -464,9 +472,12 @@ class _Bench:
     def _logits(self) -> Tensor:
         """Of the plain setting: (rows, tokens) bfloat16."""
         (head,) = self._heads()
-        return torch.cat([project_candidate_logits(part, head) for part in self._hidden.split(BATCH)])
+        return torch.cat([project_candidate_logits(part, head) for part in torch.split(self._hidden, BATCH)])
 
     def _controls(self, tps: Sequence[int], plain: Choice) -> Iterator[Control]:
         self._say("controls")
-        yield same_setting_twice(self._heads(max(tps)), self._hidden, **self._names)
-        yield from (same_logits_shared(self._logits, plain, tp, **self._names) for tp in tps if tp > 1)
+        source, head = self._source, self._head
+        yield same_setting_twice(self._heads(max(tps)), self._hidden, source=source, head=head)
+        for tp in tps:
+            if tp > 1:
+                yield same_logits_shared(self._logits, plain, tp, source=source, head=head)
