@@ -74,7 +74,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """
     rows = only_first + only_second
     tail = sum(comb(rows, count) for count in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2**rows)
+    return min(1.0, float(2 * tail / 2**rows))
 
 
 def fork_chance(per_token: float, tokens: int) -> float:

@@ -19,7 +19,7 @@ from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod
 from tpbed.selector.reference import reference_logits, reference_topk
 from tpbed.selector.select import compute_candidates
-from tpbed.selector.shard import VocabShard
+from tpbed.selector.shard import ShardError, VocabShard
 from tpbed.selector.topk import TopK, torch_topk
 from tpbed.tp.errors import TestbedError
 
@@ -177,7 +177,7 @@ def measure(
     """Measure heads of the same weight on each source of rows, in every setting; a report for each source.
 
     weight: (tokens, hidden units) bfloat16. formats: names of FORMATS; pairs are made with the first. tps: world sizes.
-    Raises NearTieError for what there is not, and where ranks differ; ShardError if a world size cannot share tokens.
+    Raises NearTieError for what cannot be measured, and where ranks differ.
     """
     check_request(formats, tps, len(weight))
     truths, parts = [], {}
@@ -213,13 +213,16 @@ def _report(rows: Rows, truth: Reference, parts: Mapping[str, _Part], tps: Seque
 
 
 def check_request(formats: Sequence[str], tps: Sequence[int], tokens: int) -> None:
-    """Raises NearTieError or ShardError for formats or world sizes that cannot be measured."""
+    """Raises NearTieError for formats or world sizes that cannot be measured."""
     if not formats or not set(formats) <= set(FORMATS):
         raise NearTieError(f"formats {', '.join(formats) or 'none'}: give some of {', '.join(FORMATS)}.")
     if not tps or min(tps) < 1:
         raise NearTieError(f"world sizes {', '.join(map(str, tps)) or 'none'}: give numbers of ranks, 1 or more.")
-    for tp in tps:
-        VocabShard.even(0, tp, tokens)
+    try:
+        for tp in tps:
+            VocabShard.even(0, tp, tokens)
+    except ShardError as error:
+        raise NearTieError(f"--tp {','.join(map(str, tps))}: {error}") from None
 
 
 def settings(tps: Sequence[int], rows: int) -> Iterator[Setting]:

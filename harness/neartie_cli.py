@@ -22,6 +22,11 @@ if TYPE_CHECKING:  # torch is imported by the command that needs it, and not by 
 
 CHAINS = (32, 256)  # tokens
 SCORES = (0.955, 0.98)
+LEGEND = """\
+flips: the best token is not the reference's; %: of rows; widest: the largest margin that flipped; sigma: of an error
+that would flip so; best in 16, 16 in 16: the reference's, recalled; ties: the 16th equals the 17th; best, set: rows
+that differ from the plain line, which is TP=1, 56 rows at a time (M), bf16 logits, canonical ties. Last come controls,
+in which nothing may differ: best tokens under flips, rows with any other candidate under set."""
 CHANCE = 0.05  # a p from here on is called chance
 HEADINGS = ("flips", "%", "widest", "sigma", "best in 16", "16 in 16", "ties", "best", "set")
 
@@ -105,12 +110,7 @@ def _print(reports: Sequence[Report]) -> None:
         print("           " + ", ".join(_rates(report.near_ties_ulps, " bf16 ulps")))
         _print_table(table(report))
         _print_table(curve_table(report))
-    print(
-        "flips: the best token is not the reference's; %: of rows; widest: the largest margin that flipped; ties: the"
-    )
-    print(
-        "16th equals the 17th; best, set: rows that differ from the head's first line. M: rows that it sees at a time."
-    )
+    print(LEGEND)
     print(*answer(reports), sep="\n")
 
 
@@ -161,7 +161,7 @@ def curve_table(report: Report) -> Table:
 def answer(reports: Sequence[Report]) -> Iterator[str]:
     """What the figures say to who asks whether a lower score is the selector, the head, or noise."""
     low, high = SCORES
-    yield f'"My quantized head scores {low:.1%} where bf16 scores {high:.1%}: is that the selector, the head, or noise?"'
+    yield f"A quantized head scores {low:.1%} where bf16 scores {high:.1%}: is that the selector, the head, or noise?"
     yield from _of_selector(reports)
     for report in reports:
         yield from _of_heads(report)
@@ -170,18 +170,21 @@ def answer(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _of_selector(reports: Sequence[Report]) -> Iterator[str]:
-    rows, tps = sum(report.rows for report in reports), ", ".join(map(str, reports[0].tps))
-    heads = len(reports[0].curves)
-    yield (
-        f"selector  {_selector_changes(reports)} of {rows} rows of {heads} heads change any candidate between "
-        f"TP={tps} on the same logits, or when run twice."
-    )
-    others = [one for report in reports for one in report.figures if one.setting.startswith(("TP=", "M="))]
-    measured, changed = sum(one.rows for one in others), sum(one.changed_best for one in others)
     from tpbed.harness.flips import most_likely_below
 
-    bound = "" if changed else f" (0 of {rows} rows leaves less than {most_likely_below(rows):.2%} possible)"
-    yield f"sums      {changed} of {measured} best tokens change where a head multiplies by shards or batches{bound}."
+    controls = [one for report in reports for one in report.controls]
+    total, tps = sum(one.rows for one in controls), ", ".join(map(str, reports[0].tps))
+    yield (
+        f"selector  {_selector_changes(reports)} of {total:,} rows in {len(controls)} controls change a candidate: "
+        f"TP={tps} on the same logits, and run twice."
+    )
+    others = [one for report in reports for one in report.figures if one.setting.startswith(("TP=", "M="))]
+    changed, rows = sum(one.changed_best for one in others), sum(report.rows for report in reports)
+    bound = "" if changed else f"; 0 of {rows} rows leaves at most {most_likely_below(rows):.2%} possible"
+    yield (
+        f"sums      {changed} of {sum(one.rows for one in others):,} best tokens change where heads multiply by "
+        f"shards or batches{bound}."
+    )
 
 
 def _of_heads(report: Report) -> Iterator[str]:
@@ -211,11 +214,12 @@ def _told(one: Paired) -> str:
 def _of_noise(points: float) -> Iterator[str]:
     from tpbed.harness.flips import mcnemar
 
-    needed = next(n for n in count(1) if mcnemar(0, round(points * n)) < CHANCE)
+    needed = next(differing for differing in count(1) if mcnemar(0, differing) < CHANCE)
     few = round(points * 200)
     yield (
         f"noise     {points:.1%} of 200 answers are {few}: if only these differ, McNemar p={mcnemar(0, few):.2g}. "
-        f"Below {needed} paired answers no such difference is more than chance."
+        f"To tell, "
+        f"it takes {needed} of {needed / points:.0f}, that one head alone gets right, and more if some differ the other way."
     )
 
 
