@@ -26,7 +26,7 @@ from tpbed.tp.errors import TestbedError
 K = 16  # candidates per row
 BATCH = 56  # rows that a head sees at one time: 8 requests of 7 slots
 BATCHES = (1, 8, 448)
-MAX_CALLS = 16  # of a head in one setting: what bounds the rows that are measured one at a time
+MAX_CALLS = 16  # of a head where it sees fewer rows at one time: what bounds the rows of M=1 and M=8
 EDGES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # margins between which flips are counted
 ULPS = (0.5, 1, 2, 4, 8)
 MARGINS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -355,10 +355,16 @@ def pair(head: tuple[str, Choice], against: tuple[str, Choice], truth: Reference
 
 
 def same_setting_twice(
-    heads: Sequence[LmHead], hidden: Tensor, *, source: str, head: str, select: Select = compute_candidates
+    once: Choice,
+    heads: Sequence[LmHead],
+    hidden: Tensor,
+    *,
+    source: str,
+    head: str,
+    select: Select = compute_candidates,
 ) -> Control:
-    """Control: the same heads and rows give the same candidates again."""
-    once, again = (choose(heads, hidden, select=select) for _ in range(2))
+    """Control: the heads and rows from which `once` was chosen give the same candidates again."""
+    again = choose(heads, hidden, select=select)
     return compare(once, again, source=source, head=head, name=f"twice, TP={len(heads)}")
 
 
@@ -459,7 +465,7 @@ class _Bench:
             describe(choice, self._truth, plain, source=self._source, head=self._head, setting=setting)
             for setting, choice in chosen.items()
         )
-        return _Part(plain=plain, figures=tuple(figures), controls=tuple(self._controls(tps, plain)))
+        return _Part(plain=plain, figures=tuple(figures), controls=tuple(self._controls(tps, chosen)))
 
     def _say(self, doing: object) -> None:
         self._on_progress(f"{self._source} rows, {self._head} head: {doing}")
@@ -468,7 +474,8 @@ class _Bench:
         self._say(setting)
         if setting.ties != "canonical":
             return choose_of(self._logits, setting.tp, ties=setting.ties)
-        hidden = self._hidden[: setting.batch * MAX_CALLS]
+        few = setting.batch < BATCH
+        hidden = self._hidden[: setting.batch * MAX_CALLS] if few else self._hidden
         return choose(self._heads(setting.tp, setting.logits), hidden, batch=setting.batch)
 
     @cached_property
@@ -477,10 +484,11 @@ class _Bench:
         (head,) = self._heads()
         return torch.cat([project_candidate_logits(part, head) for part in torch.split(self._hidden, BATCH)])
 
-    def _controls(self, tps: Sequence[int], plain: Choice) -> Iterator[Control]:
+    def _controls(self, tps: Sequence[int], chosen: Mapping[Setting, Choice]) -> Iterator[Control]:
         self._say("controls")
-        source, head = self._source, self._head
-        yield same_setting_twice(self._heads(max(tps)), self._hidden, source=source, head=head)
+        source, head, last = self._source, self._head, max(tps)
+        once = chosen[Setting(tp=last)]
+        yield same_setting_twice(once, self._heads(last), self._hidden, source=source, head=head)
         for tp in tps:
             if tp > 1:
-                yield same_logits_shared(self._logits, plain, tp, source=source, head=head)
+                yield same_logits_shared(self._logits, chosen[PLAIN], tp, source=source, head=head)

@@ -159,7 +159,10 @@ def curve_table(report: Report) -> Table:
 
 
 def answer(reports: Sequence[Report]) -> Iterator[str]:
-    """What the figures say to who asks whether a lower score is the selector, the head, or noise."""
+    """What the figures say to who asks whether a lower score is the selector, the head, or noise.
+
+    A row is right here if its best token is the reference's, which says nothing of whether that is a good one.
+    """
     low, high = SCORES
     yield f"A quantized head scores {low:.1%} where bf16 scores {high:.1%}: is that the selector, the head, or noise?"
     yield from _of_selector(reports)
@@ -193,21 +196,21 @@ def _of_heads(report: Report) -> Iterator[str]:
     for head in report.curves:
         mine = [one for one in report.figures if one.head == head]
         plain, wide = mine[0], next(one for one in mine if one.setting == "fp32 logits")
-        where = f", all at margins up to {plain.largest_flipped:.2g}" if plain.flips else ""
-        forks = " and ".join(f"{fork_chance(plain.flip_rate, tokens):.0%} of {tokens}" for tokens in CHAINS)
+        where = f", none at a margin above {plain.largest_flipped:.3f}" if plain.flips else ""
+        forks = ", ".join(f"of {tokens} tokens {fork_chance(plain.flip_rate, tokens):.1%}" for tokens in CHAINS)
         yield (
             f"{head:<9} {plain.flips} of {report.rows} {report.source} rows flip ({plain.flip_rate:.1%}){where}; "
-            f"{wide.flips} do with fp32 logits, which leaves only what the head's weights do."
+            f"{wide.flips} do with fp32 logits, which leaves what its weights do."
         )
-        yield f"{'':<9} At that rate a greedy chain forks in {forks} tokens."
+        yield f"{'':<9} At that rate greedy chains fork: {forks}."
         yield from (_told(one) for one in report.paired if one.head == head)
 
 
 def _told(one: Paired) -> str:
-    means = "chance alone would be surprising" if one.p < CHANCE else "which chance explains"
+    means = "beyond chance" if one.p < CHANCE else "which chance explains"
     return (
-        f"{'':<9} Paired with {one.against}, n={one.rows}: right alone in {one.only_head} rows, {one.against} in "
-        f"{one.only_against}; McNemar p={one.p:.2g}, {means}."
+        f"{'':<9} Paired with {one.against}, n={one.rows}: alone right in {one.only_head} rows, {one.against} in "
+        f"{one.only_against}: McNemar p={one.p:.2g}, {means}."
     )
 
 
@@ -217,9 +220,8 @@ def _of_noise(points: float) -> Iterator[str]:
     needed = next(differing for differing in count(1) if mcnemar(0, differing) < CHANCE)
     few = round(points * 200)
     yield (
-        f"noise     {points:.1%} of 200 answers are {few}: if only these differ, McNemar p={mcnemar(0, few):.2g}. "
-        f"To tell, "
-        f"it takes {needed} of {needed / points:.0f}, that one head alone gets right, and more if some differ the other way."
+        f"noise     {points:.1%} of 200 answers are {few}: if only these differ, McNemar p={mcnemar(0, few):.2g}. To tell, "
+        f"it takes {needed} of {needed / points:.0f}, all one way; and more if some differ the other way."
     )
 
 
@@ -235,7 +237,8 @@ def _verdict(reports: Sequence[Report]) -> str:
     even = {one.head for one in paired} - losing
     found = [f"the head format makes {', '.join(sorted(losing))} worse beyond chance"] if losing else []
     found += [f"{', '.join(sorted(even))} cannot be told from chance on these rows"] if even else []
-    return f"So: not the selector{'; '.join(['', *found])}. Whether a score shows it, paired answers say."
+    return f"So: not the selector{'; '.join(['', *found])}. Right is what the reference "
+        "says: whether a score shows it, only paired answers tell."
 
 
 def panels(reports: Sequence[Report]) -> list[Panel]:
