@@ -220,8 +220,8 @@ def _of_noise(points: float) -> Iterator[str]:
     needed = next(differing for differing in count(1) if mcnemar(0, differing) < CHANCE)
     few = round(points * 200)
     yield (
-        f"noise     {points:.1%} of 200 answers are {few}: if only these differ, McNemar p={mcnemar(0, few):.2g}. To tell, "
-        f"it takes {needed} of {needed / points:.0f}, all one way; and more if some differ the other way."
+        f"noise     {points:.1%} of 200 answers are {few}: if only these differ, McNemar p={mcnemar(0, few):.2g}. "
+        f"To tell, it takes {needed} of {needed / points:.0f}, all one way; and more if some differ the other way."
     )
 
 
@@ -237,8 +237,8 @@ def _verdict(reports: Sequence[Report]) -> str:
     even = {one.head for one in paired} - losing
     found = [f"the head format makes {', '.join(sorted(losing))} worse beyond chance"] if losing else []
     found += [f"{', '.join(sorted(even))} cannot be told from chance on these rows"] if even else []
-    return f"So: not the selector{'; '.join(['', *found])}. Right is what the reference "
-        "says: whether a score shows it, only paired answers tell."
+    told = "; ".join(["So: not the selector", *found])
+    return f"{told}. Right is what the reference says: whether a score shows it, only paired answers tell."
 
 
 def panels(reports: Sequence[Report]) -> list[Panel]:
