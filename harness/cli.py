@@ -1,4 +1,4 @@
-"""The command line: arguments in, exit status out; all that prints but harness/bench_cli.py."""
+"""The command line: arguments in, exit status out; all that prints but harness/bench_cli.py and neartie_cli.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 
 import typer
 
-from tpbed.harness import bench_cli
+from tpbed.harness import bench_cli, neartie_cli
 from tpbed.harness.faults import describe
 from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName
 from tpbed.tp.errors import TestbedError
@@ -55,6 +55,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench_cli.app, name="bench")
+app.command()(neartie_cli.neartie)
 
 
 class UsageError(TestbedError):
