@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tpbed.harness.flips import Bin, fit_sigma, flip_curve, in_ulps, mcnemar, near_tie_rates
 from tpbed.harness.ranks import Ranks
+from tpbed.selector import quantized
 from tpbed.selector.candidates import Candidates
+from tpbed.selector.fp8 import Fp8Head, Fp8Method
 from tpbed.selector.head import DenseHead, LmHead
 from tpbed.selector.packed import keyed_topk
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.quantized import Fp8Head, Fp8PerChannelMethod
 from tpbed.selector.reference import reference_logits, reference_topk
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import ShardError, VocabShard
@@ -34,17 +35,14 @@ CONFIDENT, MEAN, DEVIATION, AMBIGUOUS = 0.7, 4.0, 1.0, 0.2
 DAMPING = 0.01  # of the directions in which planted rows move
 NEWTON_STEPS = 8
 
-BuildHead = Callable[[Tensor, VocabShard], LmHead]
 Select = Callable[..., Candidates]
 Progress = Callable[[str], None]
 Dtype = Literal["bf16", "fp32"]
 Ties = Literal["canonical", "torch"]
 
-_W8A16 = Fp8PerChannelMethod(quantize_activations=False)
-FORMATS: Mapping[str, BuildHead] = {  # of the whole weight, (tokens, hidden units) bfloat16; the first is the plain one
-    "bf16": DenseHead.from_full,
-    "fp8": lambda full, shard: replace(Fp8Head.from_full(full, shard), quant_method=_W8A16),
-}
+PLAIN_FORMAT = "bf16"
+FORMATS = (PLAIN_FORMAT, *quantized.FORMATS)
+DEFAULT_FORMATS = (PLAIN_FORMAT, "fp8", "nvfp4-ct")  # each takes half a minute
 RULES: Mapping[Ties, TopK] = {"canonical": keyed_topk, "torch": torch_topk}
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -284,8 +282,21 @@ class Heads:
         """One for each of tp ranks."""
         if tp not in self._built:
             shards = [VocabShard.even(rank, tp, len(self._weight)) for rank in range(tp)]
-            self._built[tp] = [FORMATS[self.name](self._weight, shard) for shard in shards]
+            self._built[tp] = [self._build(shard) for shard in shards]
         return [_with_logits(head, _DTYPES[logits]) for head in self._built[tp]]
+
+    def _build(self, shard: VocabShard) -> LmHead:
+        if self.name == PLAIN_FORMAT:
+            return DenseHead.from_full(self._weight, shard)
+        head = quantized.FORMATS[self.name].head(self._packed, shard)
+        return replace(head, quant_method=_W8A16) if isinstance(head, Fp8Head) else head
+
+    @cached_property
+    def _packed(self) -> dict[str, Tensor]:
+        return quantized.FORMATS[self.name].pack(self._weight)
+
+
+_W8A16 = Fp8Method(quantize_activations=False)  # one answer on any device
 
 
 def _with_logits(head: LmHead, dtype: torch.dtype) -> LmHead:

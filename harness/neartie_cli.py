@@ -37,7 +37,9 @@ def neartie(
         typer.Option(min=1, help="Rows of each kind; there are 229 real ones, and as many planted unless said."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the planted margins.")] = 0,
-    formats: Annotated[str, typer.Option(metavar="NAME,...", help="Head formats, the plain one first; else all.")] = "",
+    formats: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Head formats, the plain one first: bf16,int8,...")
+    ] = "",
     tp: Annotated[str, typer.Option("--tp", metavar="N,...", help="World sizes.")] = "1,2,4,8",
     plot: PlotFile = None,
     as_json: AsJson = False,
@@ -62,13 +64,13 @@ def neartie(
 def _measure(rows: int | None, seed: int, formats: str, tp: str, plot: Path | None, progress: Any) -> list[Report]:
     import torch
 
-    from tpbed.harness.neartie import FORMATS, Rows, check_request, measure, planted
+    from tpbed.harness.neartie import DEFAULT_FORMATS, Rows, check_request, measure, planted
     from tpbed.harness.plot import require_plot
     from tpbed.harness.smollm2 import head_weight, hidden_states
 
     if plot:
         require_plot(plot)
-    names, sizes = formats.split(",") if formats else list(FORMATS), _numbers(tp)
+    names, sizes = formats.split(",") if formats else list(DEFAULT_FORMATS), _numbers(tp)
     _use_one_thread()
     states = hidden_states()
     weight = head_weight(torch.bfloat16)
