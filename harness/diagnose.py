@@ -285,6 +285,8 @@ def _incomplete(scene: _Scene) -> list[Finding]:
         return []
     first = min(scene.blocked.values(), key=lambda record: record.started_ns)
     ranks = tuple(r for r, other in scene.blocked.items() if (other.group, other.seq) == (first.group, first.seq))
+    if any(_timed_out(scene.ledgers[rank]) for rank in ranks):
+        return [_too_late(scene, first, ranks)]
     return [
         Finding(
             kind="mismatch",
@@ -299,6 +301,28 @@ def _incomplete(scene: _Scene) -> list[Finding]:
             causes=tuple(_brings(rank, scene.blocked[rank]) for rank in ranks),
         )
     ]
+
+
+def _timed_out(ledger: Ledger) -> bool:
+    return ledger.end is not None and any(word in ledger.end.message for word in ("Timed out", "timed out"))
+
+
+def _too_late(scene: _Scene, first: Record, ranks: Sequence[int]) -> Finding:
+    """All have come, and the last of them when others had given up."""
+    late = max(ranks, key=lambda rank: scene.blocked[rank].started_ns)
+    after_s = (scene.blocked[late].started_ns - first.started_ns) / 1e9
+    text = f"rank {late} came to {tell(first, scene.ledgers)} {after_s:,.1f} s after the first, which had timed out"
+    return Finding(
+        kind="stall",
+        ranks=(late,),
+        op=first.op,
+        seq=first.seq,
+        group=first.group,
+        step=first.step,
+        waiting_ranks=tuple(rank for rank in ranks if rank != late),
+        text=f"{tell(first, scene.ledgers)} timed out before all had come",
+        causes=(Cause(rank=late, text=text, site=scene.blocked[late].site),),
+    )
 
 
 def _brings(rank: int, record: Record) -> Cause:

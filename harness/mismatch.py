@@ -12,6 +12,7 @@ from tpbed.tp.ledger import CollectiveRecord, Ledger
 
 Meeting = dict[int, CollectiveRecord]  # by rank: what each issued as its collective `seq` of a group
 FIELDS = ("op", "dtype", "shape", "reduce_op", "root", "step")
+ELEMENTWISE = frozenset({"all_reduce", "reduce", "broadcast"})  # ops whose answer lies as what was sent does
 RAGGED = frozenset({"all_to_all", "gather_object"})  # ops whose contributions may differ in shape between ranks
 
 
@@ -89,7 +90,7 @@ def _explain(
         group=group,
         step=min((record.step for record in meeting.values()), key=_step_order),
         text=f"seq {seq} of {name_group(group, ledgers)} is not the same collective on every rank: {calls}",
-        causes=tuple(_cause(rank, meeting[rank], usual) for rank in odd),
+        causes=tuple(_cause(rank, meeting[rank], usual, differs) for rank in odd),
     )
 
 
@@ -148,10 +149,10 @@ def _call(record: CollectiveRecord, differs: tuple[str, ...]) -> str:
     return " ".join([*filter(None, told), f"at {record.site}"])
 
 
-def _cause(rank: int, record: CollectiveRecord, usual: CollectiveRecord | None) -> Cause:
+def _cause(rank: int, record: CollectiveRecord, usual: CollectiveRecord | None, differs: tuple[str, ...]) -> Cause:
     """What the rank did, and what its peers did; where no camp is the usual one, only the former."""
-    told = f"calls {record.op} {record.reduce_op} at {record.site}".replace("  ", " ")
-    return Cause(rank=rank, text=f"rank {rank} {told if usual is None else _contrast(record, usual)}", site=record.site)
+    told = f"calls {_call(record, differs)}" if usual is None else _contrast(record, usual)
+    return Cause(rank=rank, text=f"rank {rank} {told}", site=record.site)
 
 
 def _contrast(record: CollectiveRecord, usual: CollectiveRecord) -> str:
@@ -175,14 +176,21 @@ def _step_order(step: str) -> tuple[int, str]:
 def find_strided(ledgers: Sequence[Ledger]) -> list[Finding]:
     """The first collective of each group whose contribution is not contiguous on some rank.
 
+    Dense memory that lies alike on all ranks is no trouble where the answer goes back to it, element by element.
     gloo sends a strided view without a word, in whatever order its memory has; NCCL refuses memory with holes on that
     rank alone, and sends dense permuted memory as it lies.
     Source: PyTorch's ProcessGroupNCCL, check of non-overlapping and dense tensors (pull request 76142).
     """
     first: dict[str, dict[int, CollectiveRecord]] = {}
+    layouts: dict[tuple[str, int], set[tuple[int, ...]]] = {}
     for ledger in ledgers:
         for record in ledger.collectives:
-            if not _is_contiguous(record):
+            layouts.setdefault((record.group, record.seq), set()).add(record.stride)
+    for ledger in ledgers:
+        for record in ledger.collectives:
+            alike = len(layouts[record.group, record.seq]) == 1
+            in_place = record.op in ELEMENTWISE and alike and _is_dense(record)
+            if not _is_contiguous(record) and not in_place:
                 first.setdefault(record.group, {}).setdefault(ledger.rank, record)
     return [_explain_strides(group, by_rank, ledgers) for group, by_rank in first.items()]
 

@@ -498,3 +498,29 @@ def test_a_rank_that_cannot_load_a_program_for_a_group_that_is_there_leaves_its_
 def test_a_rank_of_which_the_last_is_not_known_is_in_the_group_that_its_peers_use():
     finding = only(*in_order(Story(2).comes("arrived").dies(), *waiters(2, before=0)))
     assert (finding.kind, finding.ranks, finding.seq) == ("hang", (2,), 1)
+
+
+def test_a_collective_that_timed_out_before_the_last_had_come_is_told_of_the_last():
+    error = "Timed out waiting 2000ms for recv operation to complete"
+    early = Story(1, 2).fails(error).raises("RuntimeError", error)
+    late = Story(0, 2)
+    late.events += [("check", 1)] * 5  # each event takes a nanosecond
+    finding = only(late.fails(error).raises("RuntimeError", error), early)
+    assert (finding.kind, finding.ranks, finding.waiting_ranks) == ("stall", (0,), (1,))
+    assert "timed out before all had come" in finding.text and "after the first" in finding.causes[0].text
+
+
+def test_a_cause_between_two_equal_camps_says_what_differs():
+    stories = [Story(rank, 2).waits("reduce", shape=(4 * rank + 4,), reduce_op="MAX", root=0) for rank in range(2)]
+    assert ["(4,)" in cause.text or "(8,)" in cause.text for cause in only(*stories).causes] == [True, True]
+
+
+@pytest.mark.parametrize(("op", "findings"), [("all_reduce", 0), ("broadcast", 0), ("all_gather", 1)])
+def test_dense_memory_that_lies_alike_everywhere_is_no_trouble_where_the_answer_goes_back_to_it(op, findings):
+    stories = [Story(r).calls(op, stride=(1, 4)).returns() for r in range(4)]
+    assert len(diagnose(*tell(*stories))) == findings
+
+
+def test_dense_memory_that_lies_otherwise_on_one_rank_is_reported_for_any_op():
+    stories = [Story(r).calls("all_reduce", stride=(1, 4) if r == 1 else (16, 1)).returns() for r in range(4)]
+    assert only(*stories).ranks == (1,)

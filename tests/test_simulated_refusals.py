@@ -112,6 +112,7 @@ def test_a_handle_is_not_waited_on_in_an_operator_either():
         (lambda: dist.split_group(None, [[0], [1]]), "split_group"),
         (lambda: dist.group.WORLD.gather_single(torch.ones(4), torch.ones(2)), "gather_single"),
         (lambda: dist.group.WORLD.merge_remote_group(None, 2), "merge_remote_group"),
+        (lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "DistributedDataParallel"),
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(call, name):

@@ -61,6 +61,7 @@ _REFUSED_OPS = """
 """
 for _name in _REFUSED_OPS.split():
     setattr(SimulatedProcessGroup, _name, refusing(_name))
+_IN_CPP = ("_verify_params_across_processes", "_broadcast_coalesced", "Reducer")
 _REFUSED_CALLS = ("split_group", "shrink_group")  # of torch.distributed
 
 
@@ -116,6 +117,7 @@ class TorchSeam:
                 for module in REPLACED
                 if hasattr(module, name)
             ),
+            *((dist, name, refusing(f"DistributedDataParallel (dist.{name}, which waits in C++)")) for name in _IN_CPP),
             *functional_replacements(self.pending),
             *self._meshes.replacements(),
             (c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}),
