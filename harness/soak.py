@@ -156,8 +156,11 @@ def measure_ranks(
 _RATE_STEPS = 200
 
 
-def _meet() -> None:
-    dist.all_reduce(torch.ones(4))
+def _meet(size: int = 4) -> None:
+    """On its device, and until the answer is there: over NCCL the host goes on before."""
+    value = torch.ones(size, device=current().device)
+    dist.all_reduce(value)
+    value.sum().item()
 
 
 def healthy(rank: int) -> None:
@@ -188,7 +191,7 @@ def _other_op() -> None:
 
 
 def _other_size() -> None:
-    dist.all_reduce(torch.ones(5))
+    _meet(1 << 20)
 
 
 def _hold_the_gil() -> None:

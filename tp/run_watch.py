@@ -17,7 +17,7 @@ _LOOK_S = (0.003, 0.025)  # from one look to the next: after something happened,
 _AGAIN_S = 0.001  # to the look that confirms a proof
 _AFTER_DEATH_S = 0.025  # what a death does to its peers by itself, such as errors of gloo, is let happen
 IDLE_S = 0.1  # after which ranks that all wait for each other, and do nothing at any look, are taken as stuck
-_DISAGREEING_SHARE = 0.25  # of that time is enough where their ledgers contradict each other already
+_DISAGREEING_SHARE = 0.25  # of such times is enough where their ledgers contradict each other already
 _IDLE_SHARE = 0.02  # of a processor: gloo's own thread wakes up a hundred times a second and looks around
 _PATIENCE_S = 2.0  # the least deadline for ranks that all wait in collectives and do not look idle
 
@@ -213,9 +213,11 @@ class RunWatch:
     def _is_idle(self, rest: Sequence[_Seen], now: float) -> bool:
         for_s, _ = self._believe(("idle", self._changes, self.open_ranks), now)
         self.look_s, self.look_deep = min(1.4 * self.look_s, _LOOK_S[1]), True
-        idle_s = self._idle_s * (_DISAGREEING_SHARE if _disagree(rest) else 1)
+        disagree = _disagree(rest)
+        idle_s = self._idle_s * (_DISAGREEING_SHARE if disagree else 1)
+        patience_s = _DISAGREEING_SHARE * _PATIENCE_S if disagree else max(self._stall_after_s, _PATIENCE_S)
         is_idle = all(seen.idle_since is not None and now - seen.idle_since >= idle_s for seen in rest)
-        return is_idle or for_s >= max(self._stall_after_s, _PATIENCE_S)
+        return is_idle or for_s >= patience_s
 
     def _believe(self, judgement: Hashable, now: float) -> tuple[float, int]:
         """For how long, and in how many looks, the judgement has been the same."""
