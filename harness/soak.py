@@ -191,7 +191,7 @@ def _other_op() -> None:
 
 
 def _other_size() -> None:
-    _meet(1 << 20)
+    _meet(5)
 
 
 def _hold_the_gil() -> None:
