@@ -79,7 +79,9 @@ def error_bound(
     """How far a head's logit may be from reference_logits(hidden, weight): (rows, tokens) float64, rigorous.
 
     Holds for float32 accumulation of the H products in any order, products exact or rounded, weights or sums scaled in
-    float32 (one rounding more each), and one rounding to logits_dtype at the end: the rounding point.
+    float32, and one rounding to logits_dtype at the end: the rounding point. A product and its way through the sum take
+    H roundings; two are left for scales: one where a scale per row, block or head multiplies, two where a scale per
+    group is combined with a global one and then multiplies (NVFP4).
         |computed - exact| <= g * S + u * (|exact| + g * S) + underflow,  S = sum |h_i * w_i|,  g = n * v / (1 - n * v)
     with n = H + 2 roundings of v = unit_roundoff (2**-24 rounds to nearest; 2**-23 covers accumulators that truncate)
     and u that of logits_dtype. Infinite where float32 or logits_dtype may overflow; 0 where an input is not finite.

@@ -12,7 +12,9 @@ from tpbed.selector.quantized import FORMATS
 from tpbed.selector.shard import VocabShard
 
 compressors = pytest.importorskip("compressed_tensors.compressors", reason="the extra `quant` is not installed")
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8  # noqa: E402
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization.lifecycle.forward import dequantize  # noqa: E402
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme  # noqa: E402
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # noqa: E402
 
@@ -110,6 +112,19 @@ def test_the_package_widens_packed_rows_to_the_same_bits(name, kind):
     theirs = COMPRESSORS[name].decompress(packed, scheme_of(name))["weight"]
     head = FORMATS[name].head(packed, VocabShard.uneven(0, [150]))
     assert same(head.widen(slice(0, 150)).to(theirs.dtype), theirs)
+
+
+def test_the_package_combines_the_scales_of_nvfp4_to_the_same_float32():
+    """Its decompressor rounds to bfloat16; below that is its dequantize, which does not."""
+    packed = FORMATS["nvfp4-ct"].pack(weights("spread", 6))
+    head = FORMATS["nvfp4-ct"].head(packed, VocabShard.uneven(0, [150]))
+    theirs = dequantize(
+        unpack_fp4_from_uint8(packed["weight_packed"], 150, 160, dtype=torch.float32),
+        packed["weight_scale"].float(),
+        args=scheme_of("nvfp4-ct").weights,
+        global_scale=packed["weight_global_scale"],
+    )
+    assert same(head.widen(slice(0, 150)), theirs)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-block", "int8"])
