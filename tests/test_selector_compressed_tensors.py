@@ -2,6 +2,12 @@
 
 import pytest
 import torch
+from compressed_tensors import compressors
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,13 +16,6 @@ from tpbed.selector.fp8 import BLOCK
 from tpbed.selector.nvfp4 import GROUP
 from tpbed.selector.quantized import FORMATS
 from tpbed.selector.shard import VocabShard
-
-compressors = pytest.importorskip("compressed_tensors.compressors", reason="the extra `quant` is not installed")
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8  # noqa: E402
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme  # noqa: E402
-from compressed_tensors.quantization.lifecycle.forward import dequantize  # noqa: E402
-from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme  # noqa: E402
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # noqa: E402
 
 COMPRESSORS = {
     "fp8": compressors.FloatQuantizationCompressor,
