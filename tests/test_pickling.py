@@ -55,3 +55,36 @@ def test_what_cannot_be_pickled_is_refused_by_name():
 def test_tensors_come_back_equal():
     back = cloudpickle.loads(pickle_result({"t": torch.arange(3), "l": [torch.ones(2, dtype=torch.bfloat16)]}))
     assert back["t"].tolist() == [0, 1, 2] and back["l"][0].dtype == torch.bfloat16
+
+
+def test_threads_that_pickle_at_once_do_not_undo_each_others_register():
+    """Each holds the register while it pickles: the second can only come when the first has left."""
+    inside, entered = threading.Event(), []
+
+    class Slow:
+        def __reduce__(self):
+            inside.set()
+            other.join(0.2)  # it cannot end before this has
+            entered.append("first")
+            return int, ()
+
+    def second():
+        inside.wait(30)
+        pickle_program(functools.partial(program, 1))
+        entered.append("second")
+
+    other = threading.Thread(target=second)
+    other.start()
+    pickle_program(functools.partial(program, Slow()))
+    other.join()
+    assert entered == ["first", "second"]
+
+
+def test_a_module_that_somebody_registered_stays_registered():
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        pickle_program(program)
+        assert module.__name__ in cloudpickle.list_registry_pickle_by_value()
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -8,6 +8,9 @@ import marshal
 import sys
 import sysconfig
 from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
@@ -48,19 +51,31 @@ def pickle_program(program: RankProgram) -> bytes:
 
     Raises ProgramError.
     """
-    module = _loose_module(program)
     try:
-        if module is not None:
-            cloudpickle.register_pickle_by_value(module)
-        return _dumps(program)
+        with _by_value(_loose_module(program)):
+            return _dumps(program)
     except Exception as error:
         raise ProgramError(
             f"the rank program {program!r} cannot be pickled ({type(error).__name__}: {error}): "
             "keep open files, locks and running things out of its closure."
         ) from error
-    finally:
-        if module is not None:
+
+
+@contextmanager
+def _by_value(module: ModuleType | None) -> Iterator[None]:
+    """Pickle what this module defines by value; cloudpickle keeps one register for all threads."""
+    with _REGISTER:
+        if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+            yield
+            return
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+_REGISTER = RLock()
 
 
 def pickle_result(result: Any) -> bytes:
