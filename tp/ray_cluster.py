@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.worker
 from ray._private.services import canonicalize_bootstrap_address
 
 from tpbed.tp.errors import TestbedError
@@ -91,6 +92,7 @@ def connect(address: str | None, world_size: int) -> None:
     if not address:
         start(world_size)
         return
+    _leave_stdout_alone()
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=SERVER)
     except (ConnectionError, RuntimeError) as error:
@@ -157,6 +159,7 @@ def start(world_size: int) -> str:
     folder = _make_folder()
     atexit.register(Janitor(folder).close)
     atexit.register(ray.shutdown)
+    _leave_stdout_alone()
     ray.init(
         address="local",
         num_cpus=max(world_size, os.cpu_count() or 1),  # Ray starts so many workers in advance
@@ -168,6 +171,11 @@ def start(world_size: int) -> str:
         _temp_dir=str(folder),
     )
     return str(ray.get_runtime_context().gcs_address)
+
+
+def _leave_stdout_alone() -> None:
+    """Ray prints warnings of its nodes on the stdout of drivers, whatever log_to_driver says; its log has them too."""
+    ray._private.worker._worker_logs_enabled = False
 
 
 def _make_folder() -> Path:

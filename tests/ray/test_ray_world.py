@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import ray
+import ray._private.worker
 import torch
 import torch.distributed as dist
+from ray._private.utils import publish_error_to_driver
 
 from tpbed.harness.diagnose import diagnose
 from tpbed.tp import rank as this
@@ -559,6 +561,7 @@ with RayWorld(2, ray_address=sys.argv[1]) as world:
 
 
 def test_two_drivers_form_their_groups_at_once_and_do_not_meet(world):
+    """Nor do the warnings with which Ray interrupts all drivers get into what they print."""
     command, pipe = [sys.executable, "-c", FORMER, ray.get_runtime_context().gcs_address], subprocess.PIPE
     drivers = [
         subprocess.Popen(
@@ -567,6 +570,7 @@ def test_two_drivers_form_their_groups_at_once_and_do_not_meet(world):
         for base in ("0", "100")
     ]
     assert [driver.stdout.readline() for driver in drivers] == ["ready\n"] * 2
+    publish_error_to_driver("a_warning", "to all drivers", ray._private.worker.global_worker.gcs_client)
     for driver in drivers:
         driver.stdin.write("go\n")
         driver.stdin.flush()
