@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from tpbed.harness.console import print_json, print_table, telling, use_one_thread
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it, and not by `tpbed --help`
     from rich.table import Table
@@ -21,9 +20,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it, and not by 
     from tpbed.harness.scale import ScalePoint
     from tpbed.harness.soak import RanksReport
 
-Progress = Callable[[str], None]
 LARGEST = 1024  # ranks
-WIDTH = 120  # columns of a table, where no terminal says otherwise
 
 app = typer.Typer(
     help="Measure worlds on this machine: as ratios within one run, by number of ranks, by hangs on real ranks.",
@@ -64,7 +61,7 @@ def hang(context: typer.Context, as_json: AsJson = False) -> None:
 @app.command()
 def scale(context: typer.Context, up_to: UpTo = LARGEST, plot: PlotFile = None, as_json: AsJson = False) -> None:
     """What a start, a small collective and a proved hang cost for each rank of 2, 4, 8, ... ranks; and the memory."""
-    with _progress() as progress:
+    with telling() as progress:
         progress("loading torch")
         from tpbed.harness.plot import require_plot, write_plot
         from tpbed.harness.scale import bench_scale, growths, sizes_up_to
@@ -72,14 +69,14 @@ def scale(context: typer.Context, up_to: UpTo = LARGEST, plot: PlotFile = None, 
         sizes = sizes_up_to(up_to)
         if plot:
             require_plot(plot)
-        _use_one_thread()
+        use_one_thread()
         points = list(bench_scale(sizes, on_progress=progress))
     found = growths(points)
     if as_json or context.obj:
-        _print_json([{"type": "point", **asdict(point)} for point in points])
-        _print_json([{"type": "growth", **asdict(growth)} for growth in found])
+        print_json([{"type": "point", **asdict(point)} for point in points])
+        print_json([{"type": "growth", **asdict(growth)} for growth in found])
     else:
-        _print_table(_table(points))
+        print_table(_table(points))
         print(*found, "A slope of 0 is a world whose cost is linear in its ranks.", sep="\n")
     if plot:
         write_plot(plot, _panels(points))
@@ -98,15 +95,15 @@ def ranks(
     as_json: AsJson = False,
 ) -> None:
     """Real ranks: how soon a hang of each kind is found, what recovery costs, what leaks, and runs a second."""
-    with _progress() as progress:
+    with telling() as progress:
         progress("starting ranks")
         from tpbed.harness.soak import measure_ranks
 
         report = measure_ranks(world, world_size, hangs, hogs=hogs, seed=seed, on_progress=progress)
     if as_json or context.obj:
-        _print_json([{"type": "ranks", **asdict(report)}])
+        print_json([{"type": "ranks", **asdict(report)}])
     else:
-        _print_table(_table_of_hangs(report))
+        print_table(_table_of_hangs(report))
         print(report)
 
 
@@ -125,21 +122,15 @@ def _table_of_hangs(report: RanksReport) -> Table:
 
 
 def _print_ratio(name: str, measure: Callable[[], Ratio], as_json: bool) -> None:
-    _use_one_thread()
-    with _progress() as progress:
+    use_one_thread()
+    with telling() as progress:
         progress(f"measuring {name}")
         ratio = measure()
     if as_json:
-        _print_json([{"type": "ratio", **asdict(ratio)}])
+        print_json([{"type": "ratio", **asdict(ratio)}])
         return
     told = f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.greatest:.2f})"
     print(f"{ratio.name:<58} {told:<22} {ratio.numerator_ms:.2f} ms / {ratio.denominator_ms:.2f} ms, medians")
-
-
-def _use_one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _table(points: Sequence[ScalePoint]) -> Table:
@@ -191,26 +182,3 @@ def _panels(points: Sequence[ScalePoint]) -> list[Panel]:
         panel("Real time for each rank, least of the repeats", "microseconds", "least_us"),
         panel("Resident memory at its highest, of all ranks", "MiB", "peak_mib"),
     ]
-
-
-def _print_json(values: Sequence[dict[str, Any]]) -> None:
-    for value in values:
-        print(json.dumps(value, allow_nan=False), flush=True)
-
-
-def _print_table(table: Table) -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Says on stderr what is being done: on a terminal as one live line, else a line each."""
-    if not sys.stderr.isatty():
-        yield lambda message: print(f"{message} ...", file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield status.update

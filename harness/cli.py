@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import json
 import os
 import shutil
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 import typer
 
 from tpbed.harness import bench_cli, neartie_cli
+from tpbed.harness.console import print_json
 from tpbed.harness.faults import describe
 from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName
 from tpbed.tp.errors import TestbedError
@@ -122,7 +122,7 @@ def list_scenarios(
     """List the scenarios: name, world size, expected findings, worlds, claim."""
     scenarios = _of_kind(select(load_catalogue(), patterns or []), kind)
     if as_json:
-        _print_json([_told(scenario) for scenario in scenarios])
+        print_json([_told(scenario) for scenario in scenarios])
         return
     cells = [_cells(scenario) for scenario in scenarios]
     widths = [max(len(cell[column]) for cell in cells) for column in range(4)]
@@ -139,7 +139,7 @@ def show(
     """Show all that scenarios say: what is run, which faults strike, and what must be found."""
     scenarios = select(load_catalogue(), names)
     if as_json:
-        _print_json([_told(scenario) for scenario in scenarios])
+        print_json([_told(scenario) for scenario in scenarios])
         return
     print("\n\n".join("\n".join(_lines_of(scenario)) for scenario in scenarios))
 
@@ -253,7 +253,7 @@ def explore(
         )
         answers.append(explored.answer)
         line = f"{again} --schedule {explored.schedule}" if explored.schedule else ""
-        _print_json([explored.to_json(line)]) if as_json else print(explored.told(line), flush=True)
+        print_json([explored.to_json(line)]) if as_json else print(explored.told(line), flush=True)
     raise typer.Exit(next((EXIT_STATUS[each] for each in ("found", "undecided") if each in answers), 0))
 
 
@@ -272,7 +272,7 @@ def judge(
     path = path / "record.json" if path.is_dir() else path
     verdict = judge_safely(load_record(path))
     if as_json:
-        _print_json([to_json(verdict, evidence=path)])
+        print_json([to_json(verdict, evidence=path)])
     else:
         print(render(verdict, evidence=path, full=True))
     raise typer.Exit(Session(runs=(Run(verdict=verdict),), not_run=()).exit_status)
@@ -286,7 +286,7 @@ def doctor(as_json: AsJson = False) -> None:
     facts = examine()
     largest = largest_worlds(facts)
     if as_json:
-        _print_json([to_json(facts)])
+        print_json([to_json(facts)])
     else:
         for fact in facts:
             print(f"{fact.state:<5} {fact.name:<{NAME_WIDTH}} {fact.found}")
@@ -302,7 +302,7 @@ def version(as_json: AsJson = False) -> None:
     versions = {package: _version_of(package) for package in ("tpbed", "torch", "ray", "greenlet")}
     versions["Python"] = sys.version.split()[0]
     if as_json:
-        _print_json([versions])
+        print_json([versions])
         return
     for name, number in versions.items():
         print(f"{name} {number}")
@@ -437,11 +437,6 @@ def _told(scenario: Scenario) -> dict[str, Any]:
     return {**told, **listed, **told_otherwise}
 
 
-def _print_json(values: Sequence[dict[str, Any]]) -> None:
-    for value in values:
-        print(json.dumps(value, allow_nan=False), flush=True)
-
-
 def _version_of(package: str) -> str:
     try:
         return metadata.version(package)
@@ -499,7 +494,7 @@ class _Screen:
         if self._first_s is None:
             self._first_s = time.monotonic() - _STARTED
         if self._as_json:
-            _print_json([to_json(run.verdict, evidence=run.evidence)])
+            print_json([to_json(run.verdict, evidence=run.evidence)])
         else:
             self._print(render(run.verdict, evidence=run.evidence), run.verdict.status)
 
@@ -519,7 +514,7 @@ class _Screen:
 
         world, elapsed_s = WORLD_NAMES[choice.world], time.monotonic() - _STARTED
         if self._as_json:
-            _print_json([self._summary_json(session, world, elapsed_s)])
+            print_json([self._summary_json(session, world, elapsed_s)])
             return
         for line in _recap(session):
             print(line)

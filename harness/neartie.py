@@ -10,17 +10,19 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from tpbed.harness.activations import EMULATED
+from tpbed.harness.drafting import Drafts, draft
 from tpbed.harness.flips import Bin, fit_sigma, flip_curve, in_ulps, mcnemar, near_tie_rates
 from tpbed.harness.ranks import Ranks
 from tpbed.selector import quantized
 from tpbed.selector.candidates import Candidates
-from tpbed.selector.fp8 import Fp8Head, Fp8Method
 from tpbed.selector.head import DenseHead, LmHead
 from tpbed.selector.packed import keyed_topk
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.reference import reference_logits, reference_topk
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import ShardError, VocabShard
+from tpbed.selector.tiles import TiledMethod
 from tpbed.selector.topk import TopK, torch_topk
 from tpbed.tp.errors import TestbedError
 
@@ -41,8 +43,7 @@ Dtype = Literal["bf16", "fp32"]
 Ties = Literal["canonical", "torch"]
 
 PLAIN_FORMAT = "bf16"
-FORMATS = (PLAIN_FORMAT, *quantized.FORMATS)
-DEFAULT_FORMATS = (PLAIN_FORMAT, "fp8", "nvfp4-ct")  # each takes half a minute
+FORMATS = (PLAIN_FORMAT, *quantized.FORMATS, *EMULATED)
 RULES: Mapping[Ties, TopK] = {"canonical": keyed_topk, "torch": torch_topk}
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -53,35 +54,41 @@ class NearTieError(TestbedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Hidden states to choose tokens for, (rows, hidden units) bfloat16, and where they come from."""
+    """Hidden states to choose tokens for, (rows, hidden units) bfloat16, and where they come from.
+
+    passages: rows of each, in sequence; empty: they are one.
+    """
 
     name: str
     about: str
     hidden: Tensor
+    passages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
     """What bfloat16 weights and hidden states say: products summed in float64, rounded once to float32.
 
-    ids: (rows, K). tops, margins: (rows,) float64, the best value and its lead over the second.
+    ids, values: (rows, K). tops, margins: (rows,) float64, the best value and its lead over the second.
     """
 
     ids: Tensor
+    values: Tensor
     tops: Tensor
     margins: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choice:
-    """ids: (rows, K), best first. tied: (rows,), whether the K-th value equals the one after it."""
+    """ids, values: (rows, K), best first. tied: (rows,), whether the K-th value equals the one after it."""
 
     ids: Tensor
+    values: Tensor
     tied: Tensor
 
     def first(self, rows: int) -> Choice:
         """Of the first rows only."""
-        return Choice(ids=self.ids[:rows], tied=self.tied[:rows])
+        return Choice(ids=self.ids[:rows], values=self.values[:rows], tied=self.tied[:rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +168,7 @@ class Report:
     curves: dict[str, tuple[Bin, ...]]  # by head, in the plain setting
     figures: tuple[Figures, ...]
     controls: tuple[Control, ...]
+    drafts: tuple[Drafts, ...]  # in the plain setting
     paired: tuple[Paired, ...]
 
 
@@ -204,6 +212,7 @@ def _report(rows: Rows, truth: Reference, parts: Mapping[str, _Part], tps: Seque
         curves={name: flip_curve(truth.margins, flips(part.plain, truth), EDGES) for name, part in parts.items()},
         figures=tuple(one for part in parts.values() for one in part.figures),
         controls=tuple(one for part in parts.values() for one in part.controls),
+        drafts=tuple(part.drafts for part in parts.values()),
         paired=tuple(
             pair((name, part.plain), (first[0], first[1].plain), truth, source=rows.name) for name, part in others
         ),
@@ -236,7 +245,7 @@ def refer(hidden: Tensor, weight: Tensor) -> Reference:
     """The reference; in float64 the order of a sum cannot matter, so that rows go together."""
     logits = reference_logits(hidden, weight, logits_dtype=torch.float32)
     ids, values = reference_topk(logits, K)
-    return Reference(ids=ids, tops=values[:, 0], margins=values[:, 0] - values[:, 1])
+    return Reference(ids=ids, values=values, tops=values[:, 0], margins=values[:, 0] - values[:, 1])
 
 
 def choose(
@@ -255,7 +264,7 @@ def choose(
     """
     more = _run(heads, torch.split(hidden, batch), K + 1, RULES[ties], select)
     kept = more if ties == "canonical" else _run(heads, torch.split(hidden, batch), K, RULES[ties], select)
-    return Choice(ids=kept.ids[:, :K], tied=more.values[:, K - 1] == more.values[:, K])
+    return Choice(ids=kept.ids[:, :K], values=kept.values[:, :K], tied=more.values[:, K - 1] == more.values[:, K])
 
 
 def _run(heads: Sequence[LmHead], batches: Sequence[Tensor], k: int, topk: TopK, select: Select) -> Candidates:
@@ -288,15 +297,17 @@ class Heads:
     def _build(self, shard: VocabShard) -> LmHead:
         if self.name == PLAIN_FORMAT:
             return DenseHead.from_full(self._weight, shard)
-        head = quantized.FORMATS[self.name].head(self._packed, shard)
-        return replace(head, quant_method=_W8A16) if isinstance(head, Fp8Head) else head
+        packed, method = self._format
+        head = quantized.FORMATS[packed].head(self._packed, shard)
+        return replace(head, quant_method=method)
+
+    @property
+    def _format(self) -> tuple[str, Any]:
+        return EMULATED[self.name] if self.name in EMULATED else (self.name, TiledMethod())  # one answer on any device
 
     @cached_property
     def _packed(self) -> dict[str, Tensor]:
-        return quantized.FORMATS[self.name].pack(self._weight)
-
-
-_W8A16 = Fp8Method(quantize_activations=False)  # one answer on any device
+        return quantized.FORMATS[self._format[0]].pack(self._weight)
 
 
 def _with_logits(head: LmHead, dtype: torch.dtype) -> LmHead:
@@ -403,7 +414,8 @@ def choose_of(logits: Tensor, tp: int, *, ties: Ties = "canonical", select: Sele
 def planted(base: Tensor, weight: Tensor, count: int, seed: int) -> Rows:
     """Rows with drawn margins: hidden states, moved until the lead of their best token is what the mixture says.
 
-    base: (rows, hidden units) bfloat16, taken in turn. The margins are exact up to the rounding of hidden states.
+    base: (rows, hidden units) bfloat16, taken in turn; no text is behind blocks of them. The margins are exact up to
+    the rounding of hidden states.
     """
     hidden = base[torch.arange(count) % len(base)]
     wanted = draw_margins(count, seed)
@@ -460,6 +472,7 @@ class _Part:
     plain: Choice
     figures: tuple[Figures, ...]
     controls: tuple[Control, ...]
+    drafts: Drafts
 
 
 class _Bench:
@@ -468,6 +481,7 @@ class _Bench:
     def __init__(self, rows: Rows, truth: Reference, heads: Heads, on_progress: Progress) -> None:
         self._hidden, self._truth, self._heads, self._on_progress = rows.hidden, truth, heads, on_progress
         self._source, self._head = rows.name, heads.name
+        self._passages = rows.passages or (len(rows.hidden),)
 
     def measure(self, tps: Sequence[int]) -> _Part:
         chosen = {setting: self._choose(setting) for setting in settings(tps, len(self._hidden))}
@@ -476,7 +490,18 @@ class _Bench:
             describe(choice, self._truth, plain, source=self._source, head=self._head, setting=setting)
             for setting, choice in chosen.items()
         )
-        return _Part(plain=plain, figures=tuple(figures), controls=tuple(self._controls(tps, chosen)))
+        return _Part(
+            plain=plain,
+            figures=tuple(figures),
+            controls=tuple(self._controls(tps, chosen)),
+            drafts=draft(
+                (plain.ids, plain.values),
+                (self._truth.ids, self._truth.values),
+                self._passages,
+                source=self._source,
+                head=self._head,
+            ),
+        )
 
     def _say(self, doing: object) -> None:
         self._on_progress(f"{self._source} rows, {self._head} head: {doing}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import count
+from itertools import accumulate, count
 from math import log10, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpbed.harness.bench_cli import AsJson, PlotFile, _print_json, _print_table, _progress, _use_one_thread
+from tpbed.harness.bench_cli import AsJson, PlotFile
+from tpbed.harness.console import print_json, print_table, telling, use_one_thread
 
 if TYPE_CHECKING:  # torch is imported by the command that needs it, and not by `tpbed --help`
     from rich.table import Table
@@ -26,7 +27,9 @@ LEGEND = """\
 flips: the best token is not the reference's; %: of rows; widest: the largest margin that flipped; sigma: of an error
 that would flip so; best in 16, 16 in 16: the reference's, recalled; ties: the 16th equals the 17th; best, set: rows
 that differ from the plain line, which is TP=1, 56 rows at a time (M), bf16 logits, canonical ties. Last come controls,
-in which nothing may differ: best tokens under flips, rows with any other candidate under set."""
+in which nothing may differ: best tokens under flips, rows with any other candidate under set.
+Drafted tokens change against a draft of the reference with the same noise; path: slots from the first on whose best
+token is the reference's; oracle: whose 16 hold it. fp8-w8a8 and nvfp4-w4a4 round hidden states too, as kernels do."""
 CHANCE = 0.05  # a p from here on is called chance
 HEADINGS = ("flips", "%", "widest", "sigma", "best in 16", "16 in 16", "ties", "best", "set")
 
@@ -48,11 +51,11 @@ def neartie(
 
     Runs the trained head of SmolLM2 on its own hidden states and on rows with planted margins, on simulated ranks.
     """
-    with _progress() as progress:
+    with telling() as progress:
         progress("loading torch and SmolLM2")
         reports = _measure(rows, seed, formats, tp, plot, progress)
     if as_json:
-        _print_json(list(to_json(reports)))
+        print_json(list(to_json(reports)))
     else:
         _print(reports)
     if plot:
@@ -64,21 +67,32 @@ def neartie(
 def _measure(rows: int | None, seed: int, formats: str, tp: str, plot: Path | None, progress: Any) -> list[Report]:
     import torch
 
-    from tpbed.harness.neartie import DEFAULT_FORMATS, Rows, check_request, measure, planted
+    from tpbed.harness.neartie import FORMATS, Rows, check_request, measure, planted
     from tpbed.harness.plot import require_plot
-    from tpbed.harness.smollm2 import head_weight, hidden_states
+    from tpbed.harness.smollm2 import head_weight, hidden_states, passage_lengths
 
     if plot:
         require_plot(plot)
-    names, sizes = formats.split(",") if formats else list(DEFAULT_FORMATS), _numbers(tp)
-    _use_one_thread()
+    names, sizes = formats.split(",") if formats else list(FORMATS), _numbers(tp)
+    use_one_thread()
     states = hidden_states()
     weight = head_weight(torch.bfloat16)
     check_request(names, sizes, len(weight))
-    real = Rows(name="smollm2", about="hidden states of SmolLM2-135M-Instruct in short passages", hidden=states[:rows])
+    real = Rows(
+        name="smollm2",
+        about="hidden states of SmolLM2-135M-Instruct in short passages",
+        hidden=states[:rows],
+        passages=_first(passage_lengths(), rows or len(states)),
+    )
     progress("planting margins")
     drawn = planted(states, weight, rows or len(states), seed)
     return list(measure([real, drawn], weight, names, sizes, on_progress=progress))
+
+
+def _first(passages: Sequence[int], rows: int) -> tuple[int, ...]:
+    """The passages of the first rows."""
+    ends = [min(end, rows) for end in accumulate(passages)]
+    return tuple(length for start, end in zip([0, *ends], ends, strict=False) if (length := end - start))
 
 
 def _numbers(text: str) -> list[int]:
@@ -101,6 +115,7 @@ def to_json(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:
         for head, curve in report.curves.items():
             yield from ({"type": "bin", "source": report.source, "head": head, **asdict(one)} for one in curve)
         yield from ({"type": "control", **asdict(one)} for one in report.controls)
+        yield from ({"type": "drafts", **asdict(one)} for one in report.drafts)
         yield from ({"type": "paired", **asdict(one)} for one in report.paired)
     yield {"type": "answer", "lines": list(answer(reports))}
 
@@ -110,8 +125,9 @@ def _print(reports: Sequence[Report]) -> None:
         print(f"{report.source}: {report.rows} rows, {report.about}")
         print("near ties  " + ", ".join(_rates(report.near_ties, "")))
         print("           " + ", ".join(_rates(report.near_ties_ulps, " bf16 ulps")))
-        _print_table(table(report))
-        _print_table(curve_table(report))
+        print_table(table(report))
+        print_table(curve_table(report))
+        print_table(draft_table(report))
     print(LEGEND)
     print(*answer(reports), sep="\n")
 
@@ -157,6 +173,20 @@ def curve_table(report: Report) -> Table:
         found.add_column(f"{one.low:g} to {one.high:g}" if one.high else f"{one.low:g} and up", justify="right")
     for head, curve in report.curves.items():
         found.add_row(head, *(f"{one.flips} / {one.rows}" for one in curve))
+    return found
+
+
+def draft_table(report: Report) -> Table:
+    """What drafts of each head are worth, in its plain setting."""
+    from rich.table import Table
+
+    found = Table("head", title="drafted tokens that change, and slots of a block of 7 accepted")
+    for heading in ("greedy", "keyed Gumbel", "inverse CDF", "path", "oracle", "blocks"):
+        found.add_column(heading, justify="right")
+    for one in report.drafts:
+        changed = (one.changed_greedy, one.changed_gumbel, one.changed_inverse_cdf)
+        lengths = ("" if n is None else f"{n:.2f}" for n in (one.path_length, one.oracle_length))
+        found.add_row(one.head, *(f"{share:.1%}" for share in changed), *lengths, str(one.blocks))
     return found
 
 

@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct as real input of the selector: its LM head, and hidden states that the head multiplies."""
 
+import json
 from functools import lru_cache
 from importlib import import_module, metadata, resources
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor
 
@@ -93,6 +95,15 @@ def hidden_states() -> Tensor:
     Source: made by ci/make_smollm2_hidden.py; the file's metadata `about` is JSON: text, token ids, checksum.
     """
     return load(resources.files("tpbed.harness").joinpath(HIDDEN_STATES).read_bytes())["hidden_states"]
+
+
+def passage_lengths() -> tuple[int, ...]:
+    """The rows of hidden_states() that each passage has, in their order."""
+    with (
+        resources.as_file(resources.files("tpbed.harness").joinpath(HIDDEN_STATES)) as path,
+        safe_open(path, "pt") as file,
+    ):
+        return tuple(len(tokens) for tokens in json.loads(file.metadata()["about"])["token_ids"])
 
 
 @lru_cache

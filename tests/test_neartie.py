@@ -42,12 +42,14 @@ def tied_logits(rows=6):
 def a_reference(margins, ids=None):
     rows = len(margins)
     ids = torch.arange(16).expand(rows, -1) if ids is None else ids
-    return Reference(ids=ids, tops=torch.full((rows,), 20.0).double(), margins=torch.tensor(margins).double())
+    values = torch.arange(20.0, 20.0 - ids.shape[1], -1.0).double().expand(rows, -1)
+    return Reference(ids=ids, values=values, tops=values[:, 0], margins=torch.tensor(margins).double())
 
 
 def a_choice(*best, tied=()):
     ids = torch.stack([torch.tensor([first, *(t for t in range(16) if t != first)])[:16] for first in best])
-    return Choice(ids=ids, tied=torch.tensor([row in tied for row in range(len(best))]))
+    values = torch.arange(20.0, 4.0, -1.0).expand(len(best), -1)
+    return Choice(ids=ids, values=values, tied=torch.tensor([row in tied for row in range(len(best))]))
 
 
 # Statistics.
@@ -115,7 +117,7 @@ def test_the_figures_of_a_choice_made_by_hand():
 
 
 def test_a_best_token_that_is_lost_counts_as_not_recalled():
-    without = Choice(ids=torch.arange(1, 17)[None], tied=torch.tensor([False]))
+    without = Choice(ids=torch.arange(1, 17)[None], values=torch.zeros(1, 16), tied=torch.tensor([False]))
     found = neartie.describe(without, a_reference([1.0]), a_choice(0), setting=PLAIN, **NAMES)
     assert (found.best_recalled, found.set_recalled) == (0.0, 15 / 16)
 
@@ -303,7 +305,7 @@ def test_json_has_the_figures_of_the_table_and_the_same_answer(tpbed):
     told = [json.loads(line) for line in out.splitlines()]
     _, text, _ = tpbed("--tp", "1,2")
     assert status == 0
-    assert {one["type"] for one in told} == {"rows", "figures", "bin", "control", "paired", "answer"}
+    assert {one["type"] for one in told} == {"rows", "figures", "bin", "control", "drafts", "paired", "answer"}
     figures = [one for one in told if one["type"] == "figures"]
     lines = [line.split("│")[2:6] for line in text.splitlines() if line.startswith("│")]
     table = [tuple(cell.strip() for cell in line) for line in lines if line[-1].strip().endswith("%")]
@@ -363,6 +365,7 @@ def answered(flip_fp8, changed=0):
         curves={head: flip_curve(truth.margins, neartie.flips(choice, truth), (0.0,)) for head, choice in of.items()},
         figures=tuple(figures),
         controls=(neartie.Control(source="made", head="bf16", name="c", rows=rows, flips=changed, changed=changed),),
+        drafts=(),
         paired=(neartie.pair(("fp8", packed), ("bf16", plain), truth, source="made"),),
     )
     return "\n".join(neartie_cli.answer([report]))
