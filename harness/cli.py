@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -11,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 import typer
 
 from tpbed.harness import bench_cli, neartie_cli
+from tpbed.harness.choice import Changes, UsageError, choose_plans, is_case_file, of_world_size, read_case, select
 from tpbed.harness.console import print_json
 from tpbed.harness.faults import describe
 from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName
@@ -56,10 +55,6 @@ app = typer.Typer(
 )
 app.add_typer(bench_cli.app, name="bench")
 app.command()(neartie_cli.neartie)
-
-
-class UsageError(TestbedError):
-    """The command line asks for what there is not."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,6 +97,12 @@ Patterns = Annotated[
         metavar="[GLOB]...", help="Names of scenarios: hang/one-rank-raises, 'hang/*', or hang for all of hang/."
     ),
 ]
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[GLOB|FILE]...", help="Names of scenarios, as for `tpbed list`, and case files, which end in .json."
+    ),
+]
 ScheduleText = Annotated[
     str, typer.Option(metavar="WORD", help="Who runs when, of simulated ranks: 0,1,1,0, seed:17 or round-robin.")
 ]
@@ -133,19 +134,32 @@ def list_scenarios(
 
 @app.command()
 def show(
-    names: Annotated[list[str], typer.Argument(metavar="GLOB...", help="Names of scenarios, as for `tpbed list`.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="GLOB|FILE...", help="Names of scenarios, as for `tpbed list`, and case files, which end in .json."
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Show all that scenarios say: what is run, which faults strike, and what must be found."""
-    scenarios = select(load_catalogue(), names)
+    """Show all that scenarios and cases say: what is run, which faults strike, and what must be found."""
+    told = [_told_case(name) for name in names if is_case_file(name)]
+    patterns = [name for name in names if not is_case_file(name)]
+    told += [_told(scenario) for scenario in (select(load_catalogue(), patterns) if patterns else [])]
     if as_json:
-        print_json([_told(scenario) for scenario in scenarios])
+        print_json(told)
         return
-    print("\n\n".join("\n".join(_lines_of(scenario)) for scenario in scenarios))
+    print("\n\n".join("\n".join(_lines_of(one)) for one in told))
 
 
-def _lines_of(scenario: Scenario) -> Iterator[str]:
-    for key, value in _told(scenario).items():
+def _told_case(name: str) -> dict[str, Any]:
+    case = read_case(name)
+    plan = case.plan
+    return {"about": case.about, "seed": plan.seed, **_told(plan.scenario), "schedule": plan.schedule}
+
+
+def _lines_of(told: dict[str, Any]) -> Iterator[str]:
+    for key, value in told.items():
         entries = value if isinstance(value, list) else [value]
         for number, entry in enumerate(["none"] if value in (None, "", []) else entries):
             yield f"{key if number == 0 else '':<{NAME_WIDTH}}  {entry}"
@@ -153,7 +167,7 @@ def _lines_of(scenario: Scenario) -> Iterator[str]:
 
 @app.command()
 def run(
-    patterns: Patterns = None,
+    targets: Targets = None,
     world: Annotated[
         str,
         typer.Option(metavar="auto|sim|gloo|nccl", help="Where ranks live; auto: nccl if it has the GPUs, else gloo."),
@@ -181,27 +195,25 @@ def run(
     ] = False,
     schedule: ScheduleText = "",
 ) -> None:
-    """Run scenarios and judge what the ranks did."""
+    """Run scenarios and cases, and judge what the ranks did."""
     if world not in WORLD_CHOICES:
         raise UsageError(f"unknown world {world!r}: give one of {', '.join(WORLD_CHOICES)}.")
     if schedule and world not in ("auto", "sim"):
         raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
     if placement not in PLACEMENTS:
         raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
-    scenarios = _of_world_size(select(load_catalogue(), patterns or []), tp)
+    plans = choose_plans(targets or [], load_catalogue(), seed=seed, schedule=schedule, tp=tp)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
         screen.progress("loading torch")
-        from tpbed.harness.runner import Evidence, choose_world, run_scenarios
+        from tpbed.harness.runner import Evidence, choose_world, run_plans
 
         _check_schedule(schedule)
-        choice = choose_world("sim" if schedule else cast("WorldChoice", world), scenarios)
+        choice = choose_world(cast("WorldChoice", world), plans)
         screen.progress(f"world {choice.world}: {choice.why}", stays=True)
-        session = run_scenarios(
-            scenarios,
+        session = run_plans(
+            plans,
             world=choice.world,
-            seed=seed,
-            schedule=schedule,
             ray_address=ray_address,
             placement=cast("Placement", placement),
             evidence=Evidence(out=out, keep=keep),
@@ -315,38 +327,6 @@ def load_catalogue() -> dict[str, Scenario]:
     return dict(CATALOGUE)
 
 
-def select(catalogue: dict[str, Scenario], patterns: Sequence[str]) -> list[Scenario]:
-    """The scenarios that match any pattern, in the order of the catalogue; all of them where there is no pattern.
-
-    patterns: names, globs over whole names, or what stands before a slash.
-    Raises UsageError for a pattern that matches nothing, and for an empty catalogue.
-    """
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in catalogue):
-            raise UsageError(
-                f"no scenario matches {pattern!r}{_near(pattern, catalogue)}: `tpbed list` names all {len(catalogue)}."
-            )
-    if not catalogue:
-        raise UsageError("the catalogue is empty: tpbed.scenarios names no scenario.")
-    return [
-        scenario for name, scenario in catalogue.items() if not patterns or any(_matches(name, p) for p in patterns)
-    ]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.startswith(pattern.rstrip("/") + "/")
-
-
-def _near(given: str, catalogue: dict[str, Scenario]) -> str:
-    """Names like a name, or folders like a glob, in brackets; empty where there are none."""
-    leaves = {name.rpartition("/")[2]: name for name in catalogue}
-    folders = {name.partition("/")[0]: f"{name.partition('/')[0]}/*" for name in catalogue}
-    meant = {**leaves, **folders, **{name: name for name in catalogue}}
-    near = difflib.get_close_matches(given, meant, n=3, cutoff=0.6)
-    names = dict.fromkeys(meant[name] for name in near)
-    return f" (near: {', '.join(names)})" if names else ""
-
-
 def _of_kind(scenarios: list[Scenario], kind: str | None) -> list[Scenario]:
     if kind is None:
         return scenarios
@@ -358,14 +338,6 @@ def _of_kind(scenarios: list[Scenario], kind: str | None) -> list[Scenario]:
         has = {name for scenario in scenarios for name in [str(scenario.kind), *_expected_kinds(scenario)]}
         there = [name for name in allowed if name in has]
         raise UsageError(f"no selected scenario is of kind {kind!r}: there are {', '.join(there)}.")
-    return found
-
-
-def _of_world_size(scenarios: list[Scenario], tp: int | None) -> list[Scenario]:
-    found = [scenario for scenario in scenarios if tp in (None, scenario.world_size)]
-    if not found:
-        sizes = sorted({scenario.world_size for scenario in scenarios})
-        raise UsageError(f"no selected scenario has --tp {tp}: give one of {', '.join(map(str, sizes))}.")
     return found
 
 
@@ -393,7 +365,7 @@ def _programs(target: str, tp: int | None, seed: int) -> Iterator[tuple[str, int
         yield target, size, (_function(target), find_in_ledgers), f"tpbed explore {target} --tp {size}"
         return
     seeded = f" --seed {seed}" if seed else ""
-    for scenario in _of_world_size(select(load_catalogue(), [target]), tp):
+    for scenario in of_world_size(select(load_catalogue(), [target]), tp):
         found = scenario_program(scenario, seed=seed)
         yield scenario.name, scenario.world_size, found, f"tpbed run {scenario.name}{seeded}"
 

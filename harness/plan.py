@@ -17,6 +17,7 @@ class Plan:
     weight_seed: int
     step_seeds: tuple[int, ...]  # one per step, for its hidden states
     schedule: str = ""  # as in Scenario; empty: what the world makes of the seed
+    asked: tuple[str, ...] = ()  # the words after `tpbed run` that give this plan; none: the scenario's name and seed
 
 
 def make_plan(scenario: Scenario, *, seed: int, schedule: str = "") -> Plan:

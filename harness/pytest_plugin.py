@@ -9,17 +9,19 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from inspect import iscoroutinefunction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from tpbed.harness.pytest_cases import SUFFIX, CaseFile, CaseItem
+from tpbed.harness.session_ranks import close_ranks, ranks_of
 from tpbed.harness.tp_mark import SIGNATURE, WORLDS, TpMark, read_mark
 
 if TYPE_CHECKING:
     from tpbed.harness.ranks import Ranks, RanksFailed
 
 MARK = f"{SIGNATURE}: run the test's body on every rank of a world of that size, or of "
-RANKS = pytest.StashKey["Ranks"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,12 +56,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world_size", mark.sizes, ids=lambda size: f"tp{size}")
 
 
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:
+    """Case files are tests."""
+    return CaseFile.from_parent(parent, path=file_path) if file_path.name.endswith(SUFFIX) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on Ray actors stay on one pytest-xdist worker under `--dist loadgroup`: they share their actors."""
     for item in items:
         mark = read_mark(item)
-        if mark is not None and _world_of(mark, config) != "sim":
+        world = _world_of(mark, config) if mark else config.getoption("--tp-world")
+        if world != "sim" and (mark or isinstance(item, CaseItem)):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
@@ -89,7 +97,7 @@ def tp(pytestconfig: pytest.Config) -> Ranks:
     For tests that draw with hypothesis, or run several programs. Raises RanksFailed, an AssertionError, with the
     explanation of what went wrong.
     """
-    return _ranks(pytestconfig)
+    return ranks_of(pytestconfig)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -133,9 +141,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the ranks of this session."""
-    ranks = config.stash.get(RANKS, None)
-    if ranks is not None:
-        ranks.close()
+    close_ranks(config)
 
 
 def _failure(item: pytest.Function, mark: TpMark) -> RanksFailed | None:
@@ -143,7 +149,7 @@ def _failure(item: pytest.Function, mark: TpMark) -> RanksFailed | None:
 
     schedule = item.config.getoption("--tp-schedule")
     try:
-        _ranks(item.config)(
+        ranks_of(item.config)(
             _body(item),
             world_size=_world_size(item, mark),
             world=_world_of(mark, item.config),
@@ -166,14 +172,6 @@ def _fail(failed: RanksFailed) -> NoReturn:
     if len(skipped) == len(ends):
         pytest.skip(skipped[0])
     pytest.fail(str(failed), pytrace=False)
-
-
-def _ranks(config: pytest.Config) -> Ranks:
-    if RANKS not in config.stash:
-        from tpbed.harness.ranks import Ranks
-
-        config.stash[RANKS] = Ranks(default_world=config.getoption("--tp-world"))
-    return config.stash[RANKS]
 
 
 def _body(item: pytest.Function) -> Callable[[int], Any]:

@@ -56,7 +56,7 @@ class Ranks:
         """
         if schedules is not None:
             self._search(program, world_size, world, schedules)
-        opened = self._world(world or self._default_for(schedule, schedules), world_size)
+        opened = self.world(world or self._default_for(schedule, schedules), world_size)
         with following(opened, schedule):
             run = opened.run(program, stall_after_s=stall_after_s)
         findings = diagnose(run.ledgers, run.liveness)
@@ -80,6 +80,12 @@ class Ranks:
     def _default_for(self, *schedules: object) -> str:
         return "sim" if any(schedules) else self._default
 
+    def world(self, kind: str, world_size: int) -> World:
+        """The warm world of this kind and size."""
+        if (kind, world_size) not in self._worlds:
+            self._worlds[kind, world_size] = self._stack.enter_context(open_world(kind, world_size))
+        return self._worlds[kind, world_size]
+
     def __enter__(self) -> Self:
         return self
 
@@ -90,8 +96,3 @@ class Ranks:
         """End all ranks; idempotent."""
         self._worlds.clear()
         self._stack.close()
-
-    def _world(self, kind: str, world_size: int) -> World:
-        if (kind, world_size) not in self._worlds:
-            self._worlds[kind, world_size] = self._stack.enter_context(open_world(kind, world_size))
-        return self._worlds[kind, world_size]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from tpbed.harness.plan import Plan
-from tpbed.harness.scenario import ScenarioError
+from tpbed.harness.stored import load, save
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import Ledger
 from tpbed.tp.world import Liveness, WorldRun
@@ -58,8 +57,7 @@ class RunRecord:
 
 def save_record(record: RunRecord, path: Path) -> None:
     """Write a record as JSON (NaN and infinities as JavaScript writes them); parents are created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_adapter().dump_python(record)) + "\n")
+    save(_adapter(), record, path)
 
 
 def load_record(path: Path) -> RunRecord:
@@ -67,20 +65,9 @@ def load_record(path: Path) -> RunRecord:
 
     Raises RecordError for a file that is missing, cut short, or not a record of this version.
     """
-    try:
-        record: RunRecord = _adapter().validate_python(json.loads(path.read_text()))
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}. Give the record.json of a run.") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RecordError(
-            f"{path} is no run record of this version: {place or 'it'} - {first['msg']}. Give the record.json of a run."
-        ) from error
-    except ScenarioError as error:
-        raise RecordError(f"{path} is no run record: {error}") from error
-    except ValueError as error:
-        raise RecordError(f"{path} is not whole JSON ({error}): it may have been cut short. Run it again.") from error
+    record: RunRecord = load(
+        _adapter(), path, noun="run record", advice="Give the record.json of a run.", error=RecordError
+    )
     if wrong := _incoherence(record):
         raise RecordError(f"{path} is no whole run record: {wrong}. Run it again.")
     return record

@@ -103,11 +103,12 @@ def _seconds(value: float) -> str:
 
 
 def again(record: RunRecord) -> str:
-    """The command line that runs the scenario of a record again."""
+    """The command line that runs the plan of a record again."""
     world = WORLD_OPTIONS.get(record.world, record.world)
     plan = record.plan
-    asked = ["--schedule", plan.schedule] if plan.schedule != plan.scenario.schedule else []
-    return shlex.join(["tpbed", "run", plan.scenario.name, "--seed", str(plan.seed), "--world", world, *asked])
+    asked = plan.asked or (plan.scenario.name, "--seed", str(plan.seed))
+    schedule = ["--schedule", plan.schedule] if plan.schedule != plan.scenario.schedule else []
+    return shlex.join(["tpbed", "run", *asked, "--world", world, *schedule])
 
 
 def describe_expected(expected: Expected) -> str:

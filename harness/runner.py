@@ -1,4 +1,4 @@
-"""run_scenarios: scenarios in, verdicts out - opens the worlds that they need, keeps them warm, and closes them."""
+"""run_plans: plans in, verdicts out - opens the worlds that they need, keeps them warm, and closes them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.harness.verdict import Status, Verdict, judge
 from tpbed.harness.worlds import Placement, Progress, open_world
 from tpbed.tp.ledger import Ledger
+from tpbed.tp.simulated import SimulatedWorld
 from tpbed.tp.world import Liveness, World, WorldRun
 
 WorldChoice = Literal["auto", "sim", "gloo", "nccl"]
@@ -106,20 +107,25 @@ def _save_stacks(record: RunRecord, folder: Path) -> None:
             (folder / f"rank-{rank}.txt").write_text(text)
 
 
-def choose_world(asked: WorldChoice, scenarios: Sequence[Scenario]) -> Choice:
+def choose_world(asked: WorldChoice, plans: Sequence[Plan]) -> Choice:
     """Settle what "auto" means here: nccl where this machine has a GPU per rank, else gloo.
 
-    Scenarios that only a simulated world can express are left out of the choice, unless there are no others.
+    Plans that only a simulated world can express are left out of the choice, unless there are no others.
     """
     if asked != "auto":
         return Choice(world=asked, why="as asked")
-    if not any({"gloo", "nccl"} & set(scenario.worlds) for scenario in scenarios):
+    if not any({"gloo", "nccl"} & set(worlds_of(plan)) for plan in plans):
         return Choice(world="sim", why="no selected scenario can run on processes")
-    needed = max((scenario.world_size for scenario in scenarios if "nccl" in scenario.worlds), default=0)
+    needed = max((plan.scenario.world_size for plan in plans if "nccl" in worlds_of(plan)), default=0)
     gpus = torch.cuda.device_count()
     fits = 0 < needed <= gpus
     why = f"{gpus} GPU{'s' * (gpus != 1)} here, and " + (f"nccl needs {needed}" if needed else "no scenario for nccl")
     return Choice(world="nccl" if fits else "gloo", why=why)
+
+
+def worlds_of(plan: Plan) -> tuple[WorldName, ...]:
+    """Where a plan can be run: only simulated ranks follow a schedule."""
+    return ("sim",) if plan.schedule else plan.scenario.worlds
 
 
 def run_scenario(
@@ -132,15 +138,23 @@ def run_scenario(
 ) -> Verdict:
     """Plan, run and judge one scenario in a world that is open.
 
-    schedule: as harness.schedules reads it, instead of the scenario's own or the world's.
+    schedule: as harness.schedules reads it, instead of the scenario's own or what the seed says.
     on_failure: called where the world itself failed, and should not be trusted with another run.
     Errors of the test bed itself, in the world or in the judgement, make it UNDECIDED and are told as its doubt.
     """
-    plan = make_plan(scenario, seed=seed, schedule=schedule)
+    return run_plan(world, make_plan(scenario, seed=seed, schedule=schedule), on_failure=on_failure)
+
+
+def run_plan(world: World, plan: Plan, *, on_failure: Callable[[], None] = lambda: None) -> Verdict:
+    """Run and judge a plan in a world that is open; on_failure and errors as of run_scenario.
+
+    Simulated ranks take turns as the plan's schedule says, or its seed.
+    """
+    schedule = plan.schedule or (f"seed:{plan.seed}" if isinstance(world, SimulatedWorld) else "")
     began = time.perf_counter()
     try:
-        with following(world, plan.schedule):
-            run = world.run(rank_program(plan), stall_after_s=scenario.stall_after_s)
+        with following(world, schedule):
+            run = world.run(rank_program(plan), stall_after_s=plan.scenario.stall_after_s)
         return judge_safely(RunRecord.of(plan, run, elapsed_s=time.perf_counter() - began))
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the verdict
         on_failure()
@@ -171,12 +185,10 @@ def _bare_record(plan: Plan, world: str, elapsed_s: float) -> RunRecord:
     )
 
 
-def run_scenarios(
-    scenarios: Sequence[Scenario],
+def run_plans(
+    plans: Sequence[Plan],
     *,
     world: WorldName,
-    seed: int,
-    schedule: str = "",
     ray_address: str | None = None,
     placement: Placement = "pack",
     evidence: Evidence = Evidence(),
@@ -185,10 +197,9 @@ def run_scenarios(
     on_run: Callable[[Run], None] = lambda run: None,
     opener: Opener | None = None,
 ) -> Session:
-    """Run scenarios one after the other, by world size and then as given, trained heads last; one world open at a time.
+    """Run plans one after the other, by world size and then as given, trained heads last; one world open at a time.
 
     world: as choose_world settled it; what it cannot express, or has not the GPUs for, is not run.
-    schedule: of simulated ranks, instead of what scenarios and the seed say; as harness.schedules reads it.
     ray_address, placement: as of open_world. fail_fast: stop after the first run that is no PASS.
     on_progress, on_run: called with a line of text as something begins, and with each result.
     opener: opens the worlds, by world size; None for those of tpbed.
@@ -200,27 +211,24 @@ def run_scenarios(
         return open_world(
             world,
             world_size,
-            seed=seed,
             ray_address=ray_address,
             placement=placement,
             stacks=evidence.keep,
             progress=on_progress,
         )
 
-    able, not_run = _split(scenarios, world, _gpus(ray_address))
+    able, not_run = _split(plans, world, _gpus(ray_address))
     slot = _Slot(opener or open_here)
     campaign = _Campaign(
         slot=slot,
         world=world,
-        seed=seed,
-        schedule=schedule,
         evidence=evidence,
         on_progress=on_progress,
         on_run=on_run,
     )
     interrupted = campaign.run(able, fail_fast=fail_fast)
     why = "interrupted before it ended" if interrupted else "the run stopped before it (--fail-fast)"
-    not_run += [NotRun(scenario=scenario, why=why) for scenario in able[len(campaign.runs) :]]
+    not_run += [NotRun(scenario=plan.scenario, why=why) for plan in able[len(campaign.runs) :]]
     return Session(
         runs=tuple(campaign.runs), not_run=tuple(not_run), troubles=tuple(slot.troubles), interrupted=interrupted
     )
@@ -231,29 +239,30 @@ def _gpus(ray_address: str | None) -> int | None:
     return None if ray_address or os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
 
 
-def _split(scenarios: Iterable[Scenario], world: WorldName, gpus: int | None) -> tuple[list[Scenario], list[NotRun]]:
+def _split(plans: Iterable[Plan], world: WorldName, gpus: int | None) -> tuple[list[Plan], list[NotRun]]:
     able, not_run = [], []
-    for scenario in scenarios:
-        why = _obstacle(scenario, world, gpus)
+    for plan in plans:
+        why = _obstacle(plan, world, gpus)
         if why:
-            not_run.append(NotRun(scenario=scenario, why=why))
+            not_run.append(NotRun(scenario=plan.scenario, why=why))
         else:
-            able.append(scenario)
+            able.append(plan)
     return sorted(able, key=_order), not_run
 
 
-def _order(scenario: Scenario) -> tuple[bool, int]:
+def _order(plan: Plan) -> tuple[bool, int]:
     """Trained heads last, since reading a checkpoint takes seconds; by world size, as one world is open at a time."""
-    return scenario.logits == "smollm2", scenario.world_size
+    return plan.scenario.logits == "smollm2", plan.scenario.world_size
 
 
-def _obstacle(scenario: Scenario, world: WorldName, gpus: int | None) -> str:
-    if world not in scenario.worlds:
-        return f"{world} cannot express it: run it with --world {' or '.join(scenario.worlds)}"
+def _obstacle(plan: Plan, world: WorldName, gpus: int | None) -> str:
+    scenario, worlds = plan.scenario, worlds_of(plan)
+    if world not in worlds:
+        return f"{world} cannot express it: run it with --world {' or '.join(worlds)}"
     if scenario.logits == "smollm2" and (why := missing_checkpoint()):
         return why
     if world == "nccl" and gpus is not None and scenario.world_size > gpus:
-        others = " or ".join(name for name in scenario.worlds if name != "nccl")
+        others = " or ".join(name for name in worlds if name != "nccl")
         advice = f"run it with --world {others}, or" if others else "run it"
         return (
             f"needs {scenario.world_size} GPUs and this machine has {gpus}: {advice} on a Ray cluster (--ray-address)"
@@ -294,24 +303,22 @@ class _Slot:
 
 @dataclass(slots=True, kw_only=True)
 class _Campaign:
-    """The loop over the scenarios of one call."""
+    """The loop over the plans of one call."""
 
     slot: _Slot
     world: WorldName
-    seed: int
-    schedule: str
     evidence: Evidence
     on_progress: Progress
     on_run: Callable[[Run], None]
     runs: list[Run] = field(default_factory=list)
     unopened: dict[int, Exception] = field(default_factory=dict)  # by world size: why it could not be opened
 
-    def run(self, scenarios: Sequence[Scenario], *, fail_fast: bool) -> bool:
+    def run(self, plans: Sequence[Plan], *, fail_fast: bool) -> bool:
         """Returns whether it was interrupted."""
         try:
             with self.slot:
-                for number, scenario in enumerate(scenarios, start=1):
-                    self._keep(self._verdict(scenario, f"{number}/{len(scenarios)} {scenario.name}"))
+                for number, plan in enumerate(plans, start=1):
+                    self._keep(self._verdict(plan, f"{number}/{len(plans)} {plan.scenario.name}"))
                     if fail_fast and self.runs[-1].verdict.status != "PASS":
                         break
         except KeyboardInterrupt:
@@ -327,15 +334,12 @@ class _Campaign:
         self.runs.append(Run(verdict=verdict, evidence=saved))
         self.on_run(self.runs[-1])
 
-    def _verdict(self, scenario: Scenario, title: str) -> Verdict:
-        world = self._open(scenario.world_size)
+    def _verdict(self, plan: Plan, title: str) -> Verdict:
+        world = self._open(plan.scenario.world_size)
         if isinstance(world, Exception):
-            record = _bare_record(
-                make_plan(scenario, seed=self.seed, schedule=self.schedule), WORLD_NAMES[self.world], 0.0
-            )
-            return _undecided(record, "its world could not be opened", world)
+            return _undecided(_bare_record(plan, WORLD_NAMES[self.world], 0.0), "its world could not be opened", world)
         self.on_progress(title)
-        return run_scenario(world, scenario, seed=self.seed, schedule=self.schedule, on_failure=self.slot.close)
+        return run_plan(world, plan, on_failure=self.slot.close)
 
     def _open(self, world_size: int) -> World | Exception:
         """The world of that size, or why there is none: it is tried once, and the first one must open."""

@@ -396,17 +396,17 @@ def test_fail_fast_stops_and_tells_what_was_not_run(tpbed):
     assert last(out).startswith("1 scenario: 0 passed, 1 failed, 0 undecided, 1 not run here")
 
 
-def test_the_address_of_a_cluster_the_placement_and_the_seed_reach_the_world(tpbed, monkeypatch):
+def test_the_address_of_a_cluster_and_the_placement_reach_the_world(tpbed, monkeypatch):
     seen = []
 
-    def open_world(choice, world_size, *, seed, ray_address, placement, stacks, progress):
-        seen.append((choice, world_size, seed, ray_address, placement, stacks))
+    def open_world(choice, world_size, *, ray_address, placement, stacks, progress):
+        seen.append((choice, world_size, ray_address, placement, stacks))
         return World(world_size)
 
     monkeypatch.setattr(runner, "open_world", open_world)
-    tpbed("run", "hang", "--world", "nccl", "--ray-address", "10.0.0.1:6379", "--seed", 5)
+    tpbed("run", "hang", "--world", "nccl", "--ray-address", "10.0.0.1:6379")
     tpbed("run", "hang", "--world", "nccl", "--ray-address", "auto", "--placement", "spread", "--keep")
-    assert seen == [("nccl", 4, 5, "10.0.0.1:6379", "pack", False), ("nccl", 4, 0, "auto", "spread", True)]
+    assert seen == [("nccl", 4, "10.0.0.1:6379", "pack", False), ("nccl", 4, "auto", "spread", True)]
 
 
 def test_an_unknown_placement_is_refused(tpbed):

@@ -8,6 +8,7 @@ import torch
 from records import ONE_RAISES, one_raises, unlike
 
 from tpbed.harness import runner
+from tpbed.harness.plan import make_plan
 from tpbed.harness.record import load_record
 from tpbed.harness.runner import (
     Evidence,
@@ -16,8 +17,8 @@ from tpbed.harness.runner import (
     Session,
     choose_world,
     judge_safely,
+    run_plans,
     run_scenario,
-    run_scenarios,
 )
 from tpbed.harness.verdict import Verdict, judge
 from tpbed.tp.world import Liveness, WorldRun
@@ -69,8 +70,12 @@ class World:
             raise OSError("a rank is left behind")
 
 
+def planned(*scenarios):
+    return [make_plan(scenario, seed=7) for scenario in scenarios]
+
+
 def run(*scenarios, worlds=None, world="gloo", **options):
-    return run_scenarios(scenarios, world=world, seed=7, opener=(worlds or Worlds()).open, **options)
+    return run_plans(planned(*scenarios), world=world, opener=(worlds or Worlds()).open, **options)
 
 
 def statuses(session):
@@ -251,20 +256,20 @@ def test_with_a_cluster_the_gpus_of_this_machine_do_not_count(monkeypatch):
 )
 def test_auto_is_nccl_where_there_is_a_gpu_per_rank(monkeypatch, gpus, sizes, world, why):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    choice = choose_world("auto", [sized(size, "a") for size in sizes])
+    choice = choose_world("auto", planned(*(sized(size, "a") for size in sizes)))
     assert (choice.world, choice.why) == (world, why)
 
 
 def test_auto_leaves_scenarios_out_that_nccl_cannot_express(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     only_sim, only_gloo = unlike(sized(1024, "a"), worlds=("sim",)), unlike(sized(8, "b"), worlds=("sim", "gloo"))
-    assert choose_world("auto", [only_sim, PASSES]).world == "nccl"
-    assert choose_world("auto", [only_sim]).world == "sim"
-    assert choose_world("auto", [only_gloo]).world == "gloo"
+    assert choose_world("auto", planned(only_sim, PASSES)).world == "nccl"
+    assert choose_world("auto", planned(only_sim)).world == "sim"
+    assert choose_world("auto", planned(only_gloo)).world == "gloo"
 
 
 def test_a_world_that_is_asked_for_is_taken():
-    assert choose_world("sim", [PASSES]).world == "sim"
+    assert choose_world("sim", planned(PASSES)).world == "sim"
 
 
 def test_records_are_saved_of_runs_that_did_not_pass(tmp_path):
