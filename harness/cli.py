@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 import typer
 
 from tpbed.harness import bench_cli, neartie_cli
-from tpbed.harness.choice import Changes, UsageError, choose_plans, is_case_file, of_world_size, read_case, select
+from tpbed.harness.choice import UsageError, choose_plans, is_case_file, of_world_size, read_case, select
 from tpbed.harness.console import print_json
 from tpbed.harness.faults import describe
 from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName

@@ -43,7 +43,7 @@ from tpbed.harness.faults import (
     WrongScale,
     describe,
 )
-from tpbed.harness.inputs import build_head, build_shard
+from tpbed.harness.inputs import build_head, held_shard
 from tpbed.harness.plan import Plan
 from tpbed.selector.topk import TopK, canonical_topk, contract_topk, default_topk, torch_topk
 from tpbed.tp.rank import Call, RankContext
@@ -159,7 +159,7 @@ class _PackedMethod:
 def _overwrites_of(plan: Plan, rank: int) -> list[tuple[int, int, float]]:
     if not plan.scenario.overwrites:
         return []
-    shard = build_shard(plan.scenario, rank)
+    shard = held_shard(plan, rank)
     local = [(one.row, one.token_id - shard.org_start, one.value) for one in plan.scenario.overwrites]
     return [(row, column, value) for row, column, value in local if 0 <= column < shard.num_org]
 

@@ -30,7 +30,7 @@ LADDER = 8192  # distinct values from 1 upward that bfloat16 and float16 hold si
 
 
 def build_shard(scenario: Scenario, rank: int) -> VocabShard:
-    """The columns that `rank` holds.
+    """The columns that belong to `rank`.
 
     Raises ShardError on every rank alike where the vocabulary cannot be shared so.
     """
@@ -41,6 +41,11 @@ def build_shard(scenario: Scenario, rank: int) -> VocabShard:
     )
 
 
+def held_shard(plan: Plan, rank: int) -> VocabShard:
+    """The columns that `rank` holds in this run: another rank's, where the plan has shards in another order."""
+    return build_shard(plan.scenario, plan.shard_order[rank] if plan.shard_order else rank)
+
+
 def build_head(
     plan: Plan, rank: int, *, scale_of: int | None = None, device: torch.device = CPU
 ) -> DenseHead | QuantizedHead:
@@ -49,20 +54,20 @@ def build_head(
     scale_of: the rank whose scales a packed head carries by mistake; None for its own.
     Raises ShardError on every rank alike where the format cannot be shared so.
     """
-    scenario, shard = plan.scenario, build_shard(plan.scenario, rank)
+    scenario, shard = plan.scenario, held_shard(plan, rank)
     if scenario.head not in FORMATS:
         dense = shard.shard_rows(full_weight(plan), padding=scenario.pad_fill)
         return DenseHead(weight=dense.to(device), shard=shard)
     packed = _packed(_weight_key(scenario), plan.weight_seed)
     head = FORMATS[scenario.head].head(packed, shard)
     if scale_of is not None:
-        other = FORMATS[scenario.head].head(packed, build_shard(scenario, scale_of))
+        other = FORMATS[scenario.head].head(packed, held_shard(plan, scale_of))
         head = replace(head, weight_scale=other.weight_scale)
     return _on_device(head, device)
 
 
 def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:
-    """What the head multiplies in a step: (rows, hidden_size) in the head's logits dtype.
+    """What the head multiplies in a step: (rows, hidden_size) in the head's logits dtype; the plan's row_order of them.
 
     rows: how many, where a rank believes something else than the scenario says.
     """
@@ -74,7 +79,8 @@ def hidden_states(plan: Plan, step: int, *, rows: int | None = None) -> Tensor:
     else:
         whole = trained_states() if scenario.logits == "smollm2" else torch.eye(scenario.hidden_size)
         states = whole[(torch.arange(wanted) + step * scenario.rows) % len(whole)]
-    return states.to(DTYPES[scenario.head])
+    shown = states[list(plan.row_order)] if plan.row_order and rows is None else states
+    return shown.to(DTYPES[scenario.head])
 
 
 def true_logits(plan: Plan, step: int) -> tuple[Tensor, Tensor]:

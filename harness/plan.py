@@ -18,6 +18,8 @@ class Plan:
     step_seeds: tuple[int, ...]  # one per step, for its hidden states
     schedule: str = ""  # as in Scenario; empty: what the world makes of the seed
     asked: tuple[str, ...] = ()  # the words after `tpbed run` that give this plan; none: the scenario's name and seed
+    row_order: tuple[int, ...] = ()  # the rows that each step shows, of those it has; empty: all, as they come
+    shard_order: tuple[int, ...] = ()  # whose shard each rank holds; empty: its own
 
 
 def make_plan(scenario: Scenario, *, seed: int, schedule: str = "") -> Plan:

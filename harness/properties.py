@@ -1,0 +1,223 @@
+"""Properties: what must hold of every run of a plan, each a named function; those that compare runs make further ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import inf, nan
+from typing import Protocol
+
+import numpy as np
+
+from tpbed.harness.checks import Answer, answers_by_step, check_candidates, check_ranks_agree
+from tpbed.harness.findings import Finding
+from tpbed.harness.inputs import build_shard
+from tpbed.harness.plan import Plan
+from tpbed.harness.program import rank_program
+from tpbed.harness.record import RunRecord
+from tpbed.harness.scenario import Scenario
+from tpbed.harness.schedules import following
+from tpbed.harness.verdict import judge
+from tpbed.selector.quantized import FORMATS
+from tpbed.tp.simulated import SimulatedWorld
+
+KEPT = 8  # records, so that properties of one plan share its run
+
+
+class Runner(Protocol):
+    """How a plan is run."""
+
+    def __call__(self, plan: Plan) -> RunRecord: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breach:
+    """A property that a plan breaks. plan: of the run that shows it. findings: what the judgement said of it."""
+
+    name: str
+    text: str  # what was expected, and what came out
+    plan: Plan
+    findings: tuple[Finding, ...] = ()
+
+
+class Simulator:
+    """Runs plans on simulated ranks; a world for each size, kept warm, and the records of the last few plans."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, SimulatedWorld] = {}
+        self._records: dict[Plan, RunRecord] = {}
+        self.runs = 0
+
+    def __call__(self, plan: Plan) -> RunRecord:
+        """The record of the plan's run; the same one for a plan that was among the last."""
+        if plan not in self._records:
+            if len(self._records) == KEPT:
+                del self._records[next(iter(self._records))]
+            self._records[plan] = self._run(plan)
+        return self._records[plan]
+
+    def _run(self, plan: Plan) -> RunRecord:
+        self.runs += 1
+        world = self._worlds.setdefault(plan.scenario.world_size, SimulatedWorld(plan.scenario.world_size))
+        with following(world, plan.schedule):
+            return RunRecord.of(plan, world.run(rank_program(plan)), elapsed_s=0.0)
+
+
+Property = Callable[[Plan, Runner], list[Breach]]
+
+
+def no_finding(plan: Plan, run: Runner) -> list[Breach]:
+    """A run without faults hangs nowhere, ends on every rank, and leaves no doubt."""
+    record = run(plan)
+    verdict = judge(record, checks=())
+    told = [*verdict.doubts, *(_told(finding) for finding in verdict.findings)]
+    return [Breach(name="no_finding", text=text, plan=plan, findings=verdict.findings) for text in told[:1]]
+
+
+def ranks_agree(plan: Plan, run: Runner) -> list[Breach]:
+    """All ranks hold the same ids and the same bits of the values."""
+    record = run(plan)
+    found = check_ranks_agree(record, answers_by_step(record))
+    return [Breach(name="ranks_agree", text=_told(finding), plan=plan, findings=(finding,)) for finding in found]
+
+
+def right_tokens(plan: Plan, run: Runner) -> list[Breach]:
+    """Ids are tokens of the org vocabulary, none twice; they are the best, with the values that the reference has."""
+    return _against_reference(plan, run, "right_tokens", "wrong_ids")
+
+
+def right_order(plan: Plan, run: Runner) -> list[Breach]:
+    """Candidates come in the order of the stated rule: value descending, ties as Scenario.ties says."""
+    return _against_reference(plan, run, "right_order", "order")
+
+
+def _against_reference(plan: Plan, run: Runner, name: str, kind: str) -> list[Breach]:
+    record = run(plan)
+    found = [one for one in check_candidates(record, answers_by_step(record)) if one.kind == kind]
+    return [Breach(name=name, text=_told(finding), plan=plan, findings=(finding,)) for finding in found]
+
+
+def masked_columns_never_win(plan: Plan, run: Runner) -> list[Breach]:
+    """Whatever padding rows of a dense head hold - zeros, infinities, NaN, the largest number -, the answer is the same."""
+    if plan.scenario.head in FORMATS or not _has_padding(plan.scenario):
+        return []
+    fills = [fill for fill in (0.0, 2.0**14, inf, nan) if repr(fill) != repr(plan.scenario.pad_fill)]
+    others = (_with(plan, pad_fill=fill) for fill in fills)
+    told = "with {0.scenario.pad_fill} in the padding of the head, not {1.scenario.pad_fill}"
+    return _first_difference("masked_columns_never_win", plan, others, run, told, range(plan.scenario.rows))
+
+
+def _has_padding(scenario: Scenario) -> bool:
+    shards = (build_shard(scenario, rank) for rank in range(scenario.world_size))
+    return any(shard.num_org + shard.num_added < shard.width for shard in shards)
+
+
+def tp_invariant(plan: Plan, run: Runner) -> list[Breach]:
+    """The same answer at TP=1, where logits do not depend on how the product is shared out."""
+    if plan.scenario.world_size == 1 or not has_exact_logits(plan):
+        return []
+    whole = _with(plan, world_size=1, widths=None, pad_to=1)
+    told = "at TP=1, not {1.scenario.world_size}"
+    return _first_difference("tp_invariant", plan, [whole], run, told, range(plan.scenario.rows))
+
+
+def row_invariant(plan: Plan, run: Runner) -> list[Breach]:
+    """Each row has the same answer when it stands alone, and all of them when they stand the other way round."""
+    rows = plan.scenario.rows
+    if rows < 2 or not has_exact_logits(plan):
+        return []
+    orders = [tuple(reversed(range(rows))), *((row,) for row in range(rows))]
+    breaches = (
+        _first_difference("row_invariant", plan, [show_rows(plan, order)], run, f"with rows {list(order)} alone", order)
+        for order in orders
+    )
+    return next((found for found in breaches if found), [])
+
+
+def show_rows(plan: Plan, order: tuple[int, ...]) -> Plan:
+    """The plan with these of its rows, in this order, with what was planted in them."""
+    planted = tuple(
+        replace(one, row=place) for place, row in enumerate(order) for one in plan.scenario.overwrites if one.row == row
+    )
+    return replace(_with(plan, overwrites=planted), row_order=order)
+
+
+def shard_order_invariant(plan: Plan, run: Runner) -> list[Breach]:
+    """The same answer when the ranks hold each other's shards.
+
+    Not of a full gather, which takes the ids of tokens from the order of ranks.
+    """
+    ranks = tuple(range(plan.scenario.world_size))
+    if len(ranks) == 1 or plan.scenario.selector == "full-gather" or not has_exact_logits(plan):
+        return []
+    others = [replace(plan, shard_order=order) for order in dict.fromkeys((ranks[::-1], (*ranks[1:], ranks[0])))]
+    told = "with the shards {0.shard_order} on the ranks, not their own"
+    return _first_difference("shard_order_invariant", plan, others, run, told, range(plan.scenario.rows))
+
+
+PROPERTIES: dict[str, Property] = {
+    "no_finding": no_finding,
+    "ranks_agree": ranks_agree,
+    "right_tokens": right_tokens,
+    "right_order": right_order,
+    "masked_columns_never_win": masked_columns_never_win,
+    "tp_invariant": tp_invariant,
+    "row_invariant": row_invariant,
+    "shard_order_invariant": shard_order_invariant,
+}
+
+
+def has_exact_logits(plan: Plan) -> bool:
+    """Whether every logit is one product, rounded: the same bits however the head is shared and rows are batched."""
+    return plan.scenario.logits not in ("gaussian", "smollm2")
+
+
+def _with(plan: Plan, **changes: object) -> Plan:
+    return replace(plan, scenario=replace(plan.scenario, **changes))
+
+
+def _first_difference(
+    name: str, plan: Plan, others: Iterator[Plan] | list[Plan], run: Runner, told: str, order: range | tuple[int, ...]
+) -> list[Breach]:
+    """The first of the other runs that answers differently. order: the rows of the plan's that the others show."""
+    usual = _answers(run(plan))
+    for other in others:
+        text = _difference(usual, _answers(run(other)), plan, list(order))
+        if text:
+            return [Breach(name=name, text=f"{told.format(other, plan)}: {text}", plan=other)]
+    return []
+
+
+def _answers(record: RunRecord) -> dict[int, Answer]:
+    """What the first rank with an answer holds, by step; that the others agree is another property."""
+    return {step: answers[min(answers)] for step, answers in answers_by_step(record).items()}
+
+
+def _difference(usual: dict[int, Answer], other: dict[int, Answer], plan: Plan, order: list[int]) -> str:
+    """How the answers to the same rows differ; where the choice among ties is open, ties may."""
+    if usual.keys() != other.keys():
+        return f"steps {sorted(other)} were answered, not {sorted(usual)}"
+    for step, theirs in other.items():
+        ours = usual[step]
+        if ours.ids[order].shape != theirs.ids.shape:
+            return f"step {step} has {theirs.ids.shape} candidates, not {ours.ids[order].shape}"
+        rows = zip(order, ours.ids[order], ours.values[order], theirs.ids, theirs.values, strict=True)
+        for row, ids, values, other_ids, other_values in rows:
+            if values.tobytes() != other_values.tobytes() or not _same_ids(ids, other_ids, values, plan):
+                return (
+                    f"step {step}, row {row}: ids {other_ids.tolist()} with values {other_values.tolist()}, "
+                    f"not {ids.tolist()} with {values.tolist()}"
+                )
+    return ""
+
+
+def _same_ids(ids: np.ndarray, other: np.ndarray, values: np.ndarray, plan: Plan) -> bool:  # type: ignore[type-arg]
+    if plan.scenario.ties == "canonical":
+        return bool((ids == other).all())
+    certain = values > values[-1]  # among those that tie with the last, any may have been left out
+    return sorted(ids[certain]) == sorted(other[certain])
+
+
+def _told(finding: Finding) -> str:
+    causes = "; ".join(cause.text for cause in finding.causes)
+    return f"{finding.kind}: {finding.text}" + (f" ({causes})" if causes else "")
