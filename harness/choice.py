@@ -117,6 +117,15 @@ def read_case(word: str) -> Case:
     return load_case(Path(word))
 
 
+def read_faults(texts: Sequence[str]) -> tuple[Fault, ...]:
+    """The faults that texts say. Raises FaultTextError."""
+    if not texts:
+        return ()
+    from tpbed.harness.fault_text import read_fault
+
+    return tuple(read_fault(text) for text in texts)
+
+
 def select(catalogue: dict[str, Scenario], patterns: Sequence[str]) -> list[Scenario]:
     """The scenarios that match any pattern, in the order of the catalogue; all of them where there is no pattern.
 

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 import typer
 
 from tpbed.harness import bench_cli, neartie_cli
-from tpbed.harness.choice import UsageError, choose_plans, is_case_file, of_world_size, read_case, select
+from tpbed.harness.choice import (
+    Changes,
+    UsageError,
+    choose_plans,
+    is_case_file,
+    of_world_size,
+    read_case,
+    read_faults,
+    select,
+)
 from tpbed.harness.console import print_json
 from tpbed.harness.faults import describe
 from tpbed.harness.scenario import KINDS, Kind, Scenario, WorldName
@@ -103,6 +112,15 @@ Targets = Annotated[
         metavar="[GLOB|FILE]...", help="Names of scenarios, as for `tpbed list`, and case files, which end in .json."
     ),
 ]
+FaultTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fault",
+        metavar="KIND@FIELD=VALUE,...",
+        help="Add a fault, as reports write it: raise@rank=2,seq=3 or delay@rank=0,seq=1,ms=50. Repeat it for more. "
+        "Nothing is expected then: what is found is told, and exit status 1. Without a name: on a healthy run of --tp.",
+    ),
+]
 ScheduleText = Annotated[
     str, typer.Option(metavar="WORD", help="Who runs when, of simulated ranks: 0,1,1,0, seed:17 or round-robin.")
 ]
@@ -168,6 +186,7 @@ def _lines_of(told: dict[str, Any]) -> Iterator[str]:
 @app.command()
 def run(
     targets: Targets = None,
+    fault: FaultTexts = None,
     world: Annotated[
         str,
         typer.Option(metavar="auto|sim|gloo|nccl", help="Where ranks live; auto: nccl if it has the GPUs, else gloo."),
@@ -202,7 +221,8 @@ def run(
         raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
     if placement not in PLACEMENTS:
         raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
-    plans = choose_plans(targets or [], load_catalogue(), seed=seed, schedule=schedule, tp=tp)
+    changes = Changes(faults=read_faults(fault or []))
+    plans = choose_plans(targets or [], load_catalogue(), seed=seed, schedule=schedule, tp=tp, changes=changes)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
         screen.progress("loading torch")

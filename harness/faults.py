@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from tpbed.tp.ledger import WORLD
 
@@ -112,7 +114,9 @@ class Extra(_AtCollective):
 class Recast(_AtCollective):
     """The rank contributes another dtype of the same shape."""
 
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"] = (
+        "bfloat16"
+    )
     kind: Literal["recast"] = "recast"
 
 
@@ -258,7 +262,23 @@ Fault = CollectiveFault | StepFault | HeadFault | ArrivalFault | Linger
 
 
 def describe(fault: Fault) -> str:
-    """The fault as a person would write it: `kill rank=2 seq=3`; what is as by default is left out."""
-    told = [(field.name, getattr(fault, field.name)) for field in fields(fault) if field.name != "kind"]
-    defaults = {field.name: field.default for field in fields(fault)}
-    return " ".join([fault.kind, *(f"{name}={value!r}" for name, value in told if value != defaults[name])])
+    """The fault as `--fault` reads it: `raise@rank=2,seq=3,message=out of memory`; without what is as by default."""
+    told = [(field.name, getattr(fault, field.name), field.default) for field in fields(fault) if field.name != "kind"]
+    return f"{fault.kind}@" + ",".join(f"{name}={_written(value)}" for name, value, usual in told if value != usual)
+
+
+def _written(value: Any) -> str:
+    """A value as JSON writes it; a text without quotes where nothing in it could be taken for something else."""
+    plain = isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and not _read_as_json(value)
+    return value if plain else json.dumps(value, separators=(",", ":"))
+
+
+def _read_as_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+_PLAIN_TEXT = re.compile(r"[\w.:/+-]([\w.:/+ -]*[\w.:/+-])?")

@@ -119,7 +119,7 @@ def test_show_tells_faults_and_expectations_in_words(tpbed):
     told = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith(" "))
     assert status == 0
     assert told["kind"] == "1: one rank raises before a collective"
-    assert told["faults"].startswith("raise rank=3 seq=7")
+    assert told["faults"].startswith("raise@rank=3,seq=7")
     assert told["expect"] == "hang of rank 3 in all_gather seq 7 caused by InjectedError"
     assert told["overwrites"] == told["source"] == told["widths"] == "none"
 

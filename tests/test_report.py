@@ -58,7 +58,7 @@ def test_a_pass_without_findings_is_one_line():
 def test_a_pass_can_be_told_in_full():
     report = render(judge(one_raises()), full=True)
     assert "expected  hang of rank 3 in all_gather seq 7 caused by InjectedError - found" in report
-    assert lines_of(report, "faults") == ["faults    raise rank=3 seq=7 - fired"]
+    assert lines_of(report, "faults") == ["faults    raise@rank=3,seq=7 - fired"]
 
 
 def test_what_was_expected_and_not_found_is_told_apart_from_what_was_found():
@@ -80,8 +80,8 @@ def test_the_same_finding_expected_twice_is_missed_once():
 def test_an_undecided_run_tells_its_doubts_and_which_fault_did_not_fire():
     report = render(judge(one_raises(fired=False)))
     assert report.startswith("UNDECIDED  ")
-    assert lines_of(report, "doubt") == ["doubt the planned fault `raise rank=3 seq=7` never fired"]
-    assert lines_of(report, "faults") == ["faults    raise rank=3 seq=7 - did not fire"]
+    assert lines_of(report, "doubt") == ["doubt the planned fault `raise@rank=3,seq=7` never fired"]
+    assert lines_of(report, "faults") == ["faults    raise@rank=3,seq=7 - did not fire"]
 
 
 def test_a_doubt_with_a_traceback_begins_with_the_error_and_keeps_the_layout():
@@ -103,7 +103,7 @@ def test_each_fault_is_told_with_how_often_it_fired():
     assert [fault["fired"] for fault in told] == [3, 0]
     told = render(judge(replace(run, ledgers=(*run.ledgers[:3], replace(run.ledgers[3], marks=marks)))))
     assert lines_of(told, "faults")[0].endswith(" - fired 3 times")
-    assert f"\n{'':10}kill rank=2 seq=9 - did not fire\n" in told
+    assert f"\n{'':10}kill@rank=2,seq=9 - did not fire\n" in told
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_json_of_a_verdict_holds_what_the_report_says():
 def test_the_json_of_a_pass_calls_its_finding_expected():
     told = to_json(judge(one_raises()))
     assert [finding["expected"] for finding in told["findings"]] == [True]
-    assert told["faults"] == [{"fault": "raise rank=3 seq=7", "fired": 1}]
+    assert told["faults"] == [{"fault": "raise@rank=3,seq=7", "fired": 1}]
     assert (told["not_found"], told["doubts"], told["evidence"]) == ([], [], None)
 
 
@@ -323,7 +323,7 @@ def test_junit_carries_fault_seed_verdict_culprit_and_proof():
     assert failed["verdict"] == "FAIL"
     assert passed == {
         "verdict": "PASS",
-        "fault": "raise rank=3 seq=7",
+        "fault": "raise@rank=3,seq=7",
         "seed": "7",
         "culprit": "3",
         "proof_ms": "12.300",
