@@ -20,10 +20,14 @@ from tpbed.selector.reference import Discrepancy, explain_candidates
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The candidates that one rank reported for one step: ids (rows, k) int64, values (rows, k) float32."""
+    """The candidates that one rank reported for one step: ids (rows, k) int64, values (rows, k) float32.
+
+    has_values: a selector may give none; they are 0 then, and not judged.
+    """
 
     ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
+    has_values: bool = True
 
     def fingerprint(self) -> bytes:
         """The same for the same ids and the same bits of the values."""
@@ -45,6 +49,8 @@ def answers_by_step(record: RunRecord) -> dict[int, Answers]:
 
 def _answer(value: dict[str, Any]) -> Answer:
     ids = np.array(value["ids"], dtype=np.int64).reshape(value["shape"])
+    if value["values"] is None:
+        return Answer(ids, np.zeros(ids.shape, dtype=np.float32), has_values=False)
     return Answer(ids, np.array(value["values"], dtype=np.float32).reshape(value["shape"]))
 
 
@@ -84,7 +90,10 @@ def _first_difference(answer: Answer, usual: Answer) -> str:
     if not differs.any():
         return "the candidates shown for the others to differ from"
     row, slot = np.argwhere(differs)[0]
-    here, there = (f"id {a.ids[row, slot]} with value {a.values[row, slot]}" for a in (answer, usual))
+    here, there = (
+        f"id {a.ids[row, slot]}" + (f" with value {a.values[row, slot]}" if a.has_values else "")
+        for a in (answer, usual)
+    )
     return f"{here} in row {row}, slot {slot}, where the rest hold {there}"
 
 
@@ -102,7 +111,7 @@ def check_candidates(record: RunRecord, steps: dict[int, Answers]) -> list[Findi
 def _judge(record: RunRecord, step: int, answer: Answer) -> list[Discrepancy]:
     logits, bound = true_logits(record.plan, step)
     scenario = record.plan.scenario
-    ids, values = torch.from_numpy(answer.ids), torch.from_numpy(answer.values)
+    ids, values = torch.from_numpy(answer.ids), torch.from_numpy(answer.values) if answer.has_values else None
     return explain_candidates(ids, values, logits, bound, k=scenario.k, ties=scenario.ties)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import shutil
@@ -121,6 +120,14 @@ FaultTexts = Annotated[
         "Nothing is expected then: what is found is told, and exit status 1. Without a name: on a healthy run of --tp.",
     ),
 ]
+SelectorName = Annotated[
+    str,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="The selector to run instead of the scenarios' own: package.module:function, or the name of one of ours. "
+        "Nothing is expected then. Without a name: in all scenarios that a right selector passes.",
+    ),
+]
 ScheduleText = Annotated[
     str, typer.Option(metavar="WORD", help="Who runs when, of simulated ranks: 0,1,1,0, seed:17 or round-robin.")
 ]
@@ -187,6 +194,7 @@ def _lines_of(told: dict[str, Any]) -> Iterator[str]:
 def run(
     targets: Targets = None,
     fault: FaultTexts = None,
+    selector: SelectorName = "",
     world: Annotated[
         str,
         typer.Option(metavar="auto|sim|gloo|nccl", help="Where ranks live; auto: nccl if it has the GPUs, else gloo."),
@@ -221,13 +229,15 @@ def run(
         raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
     if placement not in PLACEMENTS:
         raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
-    changes = Changes(faults=read_faults(fault or []))
+    changes = Changes(faults=read_faults(fault or []), selector=selector)
     plans = choose_plans(targets or [], load_catalogue(), seed=seed, schedule=schedule, tp=tp, changes=changes)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
         screen.progress("loading torch")
         from tpbed.harness.runner import Evidence, choose_world, run_plans
+        from tpbed.harness.selectors import check_selectors
 
+        check_selectors(plan.scenario.selector for plan in plans)
         _check_schedule(schedule)
         choice = choose_world(cast("WorldChoice", world), plans)
         screen.progress(f"world {choice.world}: {choice.why}", stays=True)
@@ -391,16 +401,14 @@ def _programs(target: str, tp: int | None, seed: int) -> Iterator[tuple[str, int
 
 
 def _function(target: str) -> RankProgram:
-    """A rank program by `package.module:function`, from the working folder or what is installed."""
-    module, _, name = target.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    """A rank program by `package.module:function`."""
+    from tpbed.harness.functions import find_function
+
+    function = find_function(target, is_no="is no function of a rank")
     try:
-        function = getattr(importlib.import_module(module), name)
         inspect.signature(function).bind(0)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{target} is no function of a rank ({error}): give package.module:function, one that takes the rank."
-        ) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{target} is no function of a rank ({error}): give one that takes the rank.") from error
     return cast("RankProgram", function)
 
 

@@ -51,7 +51,7 @@ def read_fault(text: str) -> Fault:
 @cache
 def _kinds() -> dict[str, Any]:
     """Every fault there is, by its kind."""
-    return {next(f.default for f in fields(one) if f.name == "kind"): one for one in get_args(Fault)}
+    return {str(field.default): one for one in get_args(Fault) for field in fields(one) if field.name == "kind"}
 
 
 def _fields(kind: str) -> dict[str, bool]:

@@ -68,7 +68,8 @@ class Injector:
         self._plan, self._context = plan, context
         self._faults = [(i, f) for i, f in enumerate(plan.scenario.faults) if f.rank == context.rank]
         self._fired: Counter[int] = Counter()
-        self._step = 0
+        self._step, self._struck = 0, -1
+        self._width = 0
         self._overwrites = _overwrites_of(plan, context.rank)
 
     def arrive(self) -> None:
@@ -99,6 +100,7 @@ class Injector:
         """The lm_head that this rank is given."""
         scale_of = next((fault.scale_of for fault in self._take(WrongScale)), None)
         head: Any = build_head(self._plan, self._context.rank, scale_of=scale_of, device=self._context.device)
+        self._width = head.shard.width
         if self._take(StaleMethod):
             head = replace(head, quant_method=_PackedMethod())
         if self._take(PackedOnly):
@@ -108,18 +110,18 @@ class Injector:
     def topk(self) -> TopK:
         """The top-k that this rank is given: the scenario's, and what happens to the logits on their way to it."""
         given = TOPKS[self._plan.scenario.topk] or default_topk(self._context.device)
+        strikes = any(isinstance(fault, Nudge | Spin) for _, fault in self._faults)
+        return PlannedTopK(given, self._disturb if strikes or self._overwrites else None, self._width)
 
-        def planned_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-            if self._take(Spin):
-                self._context.die("stall", f"in topk over {tuple(logits.shape)} logits")
-            for row, column, value in self._overwrites:
-                logits[row, column] = value
-            for fault in self._take(Nudge):
-                logits[fault.row, fault.column] = fault.value
-            return given(logits, k)
-
-        planned_topk.__name__ = getattr(given, "__name__", "topk")
-        return planned_topk
+    def _disturb(self, logits: Tensor) -> None:
+        """Do to this rank's logits what is planned for the step; what it strikes, once in each step."""
+        struck, self._struck = self._struck == self._step, self._step
+        if not struck and self._take(Spin):
+            self._context.die("stall", f"in topk over {tuple(logits.shape)} logits")
+        for row, column, value in self._overwrites:
+            logits[row, column] = value
+        for fault in [] if struck else self._take(Nudge):
+            logits[fault.row, fault.column] = fault.value
 
     def on_collective(self, call: Call) -> Call | None:
         """A hook of the recording group: what befalls this rank as it issues a collective."""
@@ -146,6 +148,20 @@ class Injector:
     def _mark(self, index: int) -> None:
         self._fired[index] += 1
         self._context.recorder.mark(FIRED, index)
+
+
+class PlannedTopK:
+    """A top-k that a plan disturbs. disturb: does to a rank's logits what is planned; None: nothing is."""
+
+    def __init__(self, given: TopK, disturb: Callable[[Tensor], None] | None, width: int) -> None:
+        self.disturb, self._given, self._width = disturb, given, width
+        self.__name__ = getattr(given, "__name__", "topk")
+
+    def __call__(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Those of gathered logits, wider than the shard, are not this rank's own: they are not disturbed again."""
+        if self.disturb is not None and logits.shape[-1] <= self._width:
+            self.disturb(logits)
+        return self._given(logits, k)
 
 
 class _PackedMethod:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from tpbed.harness.faults import ArrivalFault
+from tpbed.harness.foreign import Chosen
 from tpbed.harness.inject import Injector
 from tpbed.harness.inputs import hidden_states
-from tpbed.harness.mutants import SELECTORS
 from tpbed.harness.plan import Plan
-from tpbed.harness.timed import TIMED
+from tpbed.harness.selectors import Selector, find_selector
 from tpbed.selector.candidates import Candidates
 from tpbed.tp.rank import current
 from tpbed.tp.world import RankProgram
@@ -24,7 +25,8 @@ ANSWER = "answer"  # the mark that a step's candidates leave in the ledger, so t
 def rank_program(plan: Plan) -> RankProgram:
     """The program that `World.run` takes: it carries the whole plan."""
     arrives = any(isinstance(fault, ArrivalFault) for fault in plan.scenario.faults)
-    return _ArrivingProgram(plan) if arrives else partial(run_plan, plan)
+    program = partial(run_plan, plan, select=find_selector(plan.scenario.selector))
+    return _ArrivingProgram(plan, program) if arrives else program
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,18 @@ class _ArrivingProgram:
     """The program of a plan in which something befalls a rank before the group is formed."""
 
     plan: Plan
+    program: Callable[[int], None]
 
     def __call__(self, rank: int) -> None:
-        run_plan(self.plan, rank)
+        self.program(rank)
 
     def arrive(self, _rank: int) -> None:
         """As worlds call it that form a group."""
         Injector(self.plan, current()).arrive()
 
 
-def run_plan(plan: Plan, rank: int) -> None:
-    """Run every step of a plan on one rank and write its answers to the ledger."""
+def run_plan(plan: Plan, rank: int, *, select: Selector) -> None:
+    """Run every step of a plan on one rank with its selector, and write the answers to the ledger."""
     context = current()
     injector = Injector(plan, context)
     context.hooks.append(injector.on_collective)
@@ -51,21 +54,22 @@ def run_plan(plan: Plan, rank: int) -> None:
         context.recorder.step(str(step))
         if not injector.begin_step(step):
             return
-        answer = _select(plan, step, injector, head)
+        answer = _select(select, plan, step, injector, head)
         context.recorder.mark(ANSWER, _plain(answer))
         context.recorder.check()
     injector.teardown()
 
 
-def _plain(answer: Candidates) -> dict[str, Any]:
-    """Flat lists and their shape: an answer without a row has a shape too."""
-    ids, values = answer.ids.flatten().tolist(), answer.values.flatten().tolist()
+def _plain(answer: Candidates | Chosen) -> dict[str, Any]:
+    """Flat lists and their shape: an answer without a row has a shape too. Values may be None."""
+    ids = answer.ids.flatten().tolist()
+    values = None if answer.values is None else answer.values.flatten().tolist()
     return {"shape": list(answer.ids.shape), "ids": ids, "values": values}
 
 
-def _select(plan: Plan, step: int, injector: Injector, head: Any) -> Candidates:
+def _select(select: Selector, plan: Plan, step: int, injector: Injector, head: Any) -> Candidates | Chosen:
     context = current()
-    return (SELECTORS | TIMED)[plan.scenario.selector](
+    return select(
         hidden_states(plan, step, rows=injector.rows()).to(context.device),
         head,
         k=plan.scenario.k,

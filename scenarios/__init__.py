@@ -2,6 +2,7 @@
 
 from tpbed.harness.scenario import Scenario, ScenarioError
 from tpbed.scenarios import (
+    adapters,
     checker,
     divergence,
     geometry,
@@ -31,6 +32,7 @@ for _file in (
     lifecycle,
     lifecycle_start,
     checker,
+    adapters,
     real,
 ):
     for _scenario in _file.SCENARIOS:

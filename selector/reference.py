@@ -111,10 +111,11 @@ def _underflow(h: Tensor, w: Tensor) -> Tensor:
 
 
 def explain_candidates(
-    ids: Tensor, values: Tensor, logits: Tensor, bound: Tensor | float, *, k: int, ties: Ties = "canonical"
+    ids: Tensor, values: Tensor | None, logits: Tensor, bound: Tensor | float, *, k: int, ties: Ties = "canonical"
 ) -> list[Discrepancy]:
     """Where ids and values, (rows, k) each, contradict the logits; an empty list if they are right.
 
+    values: None for ids alone, which are right if there are values with which they would be.
     logits: (rows, tokens) float64 of the whole vocabulary, from reference_logits. bound: the same shape, or a number:
     how far a computed logit may be off. The answer is right if some logits within the bound give it:
     - each value is within the bound of its id's logit; ids are tokens, and none comes twice;
@@ -126,25 +127,43 @@ def explain_candidates(
     With a bound of 0, "canonical" accepts the ids and values of reference_topk and nothing else.
     """
     rows = logits.shape[0]
-    if tuple(ids.shape) != (rows, k) or tuple(values.shape) != (rows, k):
-        found = f"ids {tuple(ids.shape)} and values {tuple(values.shape)}"
+    if tuple(ids.shape) != (rows, k) or (values is not None and tuple(values.shape) != (rows, k)):
+        found = f"ids {tuple(ids.shape)}" + ("" if values is None else f" and values {tuple(values.shape)}")
         return [Discrepancy(-1, -1, "wrong_ids", f"the answer has {found}, but {rows} rows of k={k} were asked for.")]
     exact = logits.detach().cpu().double()
     off = torch.as_tensor(bound).cpu().double().expand_as(exact)
     low, high = exact - torch.where(exact.isfinite(), off, 0.0), exact + torch.where(exact.isfinite(), off, 0.0)
-    rows_of = zip(ids.tolist(), values.double().tolist(), exact.numpy(), low.numpy(), high.numpy(), strict=True)
+    given = [None] * rows if values is None else values.double().tolist()
+    rows_of = zip(ids.tolist(), given, exact.numpy(), low.numpy(), high.numpy(), strict=True)
     judged = [_Row(row, *parts, ties=ties) for row, parts in enumerate(rows_of)]
     return [item for row in judged for item in row.discrepancies()]
+
+
+def _likeliest(ids: list[int], exact: Array, low: Array, high: Array) -> Iterator[float]:
+    """The largest values that ids can have had and that fall from slot to slot, where there are such.
+
+    Equal ones only where that is certain: what a bound leaves open is no tie.
+    """
+    before = np.inf
+    for token in ids:
+        if np.isnan(exact).any() or not 0 <= token < len(exact):
+            yield np.nan if np.isnan(exact).any() else -np.inf
+            continue
+        exactly = low[token] == high[token]
+        below = high[token] if exactly or high[token] < before else np.nextafter(before, -np.inf)
+        before = max(float(below), float(low[token]))
+        yield before
 
 
 class _Row:
     """One row under judgement: what was listed, and the interval in which each token's computed logit must lie."""
 
     def __init__(
-        self, row: int, ids: list[int], values: list[float], exact: Array, low: Array, high: Array, *, ties: Ties
+        self, row: int, ids: list[int], values: list[float] | None, exact: Array, low: Array, high: Array, *, ties: Ties
     ) -> None:
-        self.row, self.ids, self.values, self.ties = row, ids, values, ties
+        self.row, self.ids, self.ties = row, ids, ties
         self.exact, self.low, self.high = exact, low, high
+        self.values = list(_likeliest(ids, exact, low, high)) if values is None else values
         self.left = low.copy()  # what is certain of the tokens that are not listed
         self.left[[token for token in ids if 0 <= token < len(exact)]] = -np.inf
         self.best_left = int(np.argmax(self.left))  # the first of equals: the lowest id
