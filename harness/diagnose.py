@@ -11,6 +11,7 @@ from tpbed.harness.decisions import Divergence, find_divergences
 from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.messages import find_lone_messages, find_unfit_messages
 from tpbed.harness.mismatch import find_mismatches, find_strided
+from tpbed.harness.surplus import find_surplus
 from tpbed.tp.ledger import WORLD, CollectiveRecord, Ledger, MessageRecord
 from tpbed.tp.messages import Mail
 from tpbed.tp.stuck import find_missing
@@ -98,6 +99,7 @@ class _Scene:
     def __init__(self, ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> None:
         self.ledgers, self.liveness = ledgers, liveness
         self.ended = [ledger.rank for ledger in ledgers if ledger.end is not None]
+        self.frozen = [rank for rank, seen in enumerate(liveness) if seen.state in ("stopped", "stalled")]
         self._mail = Mail(ledgers)
         blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
         self.blocked = {rank: record for rank, record in blocked.items() if not self._gave_up(record)} | self._asking()
@@ -153,11 +155,25 @@ def _last(ledger: Ledger) -> Record | None:
 
 
 def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
-    places = [place for place in _places(scene) if not _follows(place.record, mismatches)]
+    places = [kept for place in _places(scene) if (kept := _without_followers(place, mismatches, scene)) is not None]
     rooted = _one_per_root([place for place in places if place.roots])
     if rooted:
         return [_explain_hang(place, scene) for place in rooted]
     return [explain_circle(places, scene.blocked, scene.ledgers)] if places and not mismatches else []
+
+
+def _without_followers(place: Place, mismatches: Sequence[Finding], scene: _Scene) -> Place | None:
+    """The place, if it is no consequence of a mismatch; where ranks mismatch, with those alone that never came there."""
+    record = place.record
+    if not _follows(record, mismatches):
+        return place
+    here = any((m.group, m.seq) == (record.group, record.seq) for m in mismatches)
+    earlier = any(m.group == record.group and m.seq is not None and m.seq < record.seq for m in mismatches)
+    if earlier or not here or isinstance(record, MessageRecord):
+        return None
+    never = (rank for rank in place.roots if len(scene.ledgers[rank].in_group(record.group)) < record.seq)
+    roots = tuple(rank for rank in never if rank not in scene.frozen)
+    return replace(place, roots=roots) if roots else None
 
 
 def _one_per_root(places: Sequence[Place]) -> list[Place]:
@@ -197,7 +213,9 @@ def _follows(record: Record, mismatches: Sequence[Finding]) -> bool:
 
 def _explain_hang(place: Place, scene: _Scene) -> Finding:
     record, ranks = place.record, place.roots
-    frozen = all(scene.liveness[rank].state in ("stopped", "stalled") for rank in ranks)
+    if surplus := find_surplus(place, scene.ledgers, scene.frozen):
+        return _explain_surplus(place, surplus, scene)
+    frozen = set(ranks) <= set(scene.frozen)
     fate = "which does not get there" if frozen else "which can never join"
     return Finding(
         kind="stall" if frozen else "hang",
@@ -212,12 +230,26 @@ def _explain_hang(place: Place, scene: _Scene) -> Finding:
     )
 
 
+def _explain_surplus(place: Place, causes: tuple[Cause, ...], scene: _Scene) -> Finding:
+    record = place.record
+    return Finding(
+        kind="hang",
+        ranks=place.waiting,
+        op=record.op,
+        seq=record.seq,
+        group=record.group,
+        step=record.step,
+        waiting_ranks=tuple(sorted(scene.blocked)),
+        text=f"{tell(record, scene.ledgers)} is one too many: {name_ranks(place.absent)} returned without it",
+        causes=causes,
+    )
+
+
 def _frozen(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
     """Ranks that do not get anywhere although nobody waits for them."""
     explained = {rank for finding in found for rank in finding.ranks}
-    frozen = [rank for rank, seen in enumerate(scene.liveness) if seen.state in ("stopped", "stalled")]
     asking = {rank for rank in scene.blocked if scene.ledgers[rank].waiting_in() is None}
-    ranks = tuple(rank for rank in frozen if rank not in explained | asking)
+    ranks = tuple(rank for rank in scene.frozen if rank not in explained | asking)
     causes = tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks)
     text = f"{name_ranks(ranks)} made no progress outside any collective, and nobody waits there"
     return [Finding(kind="stall", ranks=ranks, text=text, causes=causes)] if ranks else []

@@ -119,9 +119,9 @@ class Injector:
         if not struck and self._take(Spin):
             self._context.die("stall", f"in topk over {tuple(logits.shape)} logits")
         for row, column, value in self._overwrites:
-            logits[row, column] = value
+            logits[row : row + 1, column] = value  # nothing, for a rank that believes in fewer rows
         for fault in [] if struck else self._take(Nudge):
-            logits[fault.row, fault.column] = fault.value
+            logits[fault.row : fault.row + 1, fault.column] = fault.value
 
     def on_collective(self, call: Call) -> Call | None:
         """A hook of the recording group: what befalls this rank as it issues a collective."""

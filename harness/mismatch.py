@@ -10,6 +10,7 @@ from tpbed.harness.findings import Cause, Finding, name_group, name_ranks
 from tpbed.harness.misformed import find_misformed_groups
 from tpbed.tp.ledger import CollectiveRecord, Ledger
 
+_Placed = tuple[int, CollectiveRecord]
 Meeting = dict[int, CollectiveRecord]  # by rank: what each issued as its collective `seq` of a group
 FIELDS = ("op", "dtype", "shape", "reduce_op", "root", "step")
 ELEMENTWISE = frozenset({"all_reduce", "reduce", "broadcast"})  # ops whose answer lies as what was sent does
@@ -32,12 +33,20 @@ def find_mismatches(ledgers: Sequence[Ledger]) -> list[Finding]:
 
 
 def _first_of_group(group: str, ledgers: Sequence[Ledger]) -> Finding | None:
-    history = [record for ledger in ledgers for record in ledger.in_group(group)]
+    history = [placed for ledger in ledgers for placed in _placed(ledger, group)]
     users = _users_of_sites(group, ledgers)
     for seq, meeting in _meetings(group, ledgers):
         if len({_signature(r) for r in meeting.values()}) > 1 or _passed_elsewhere(meeting, users):
             return _explain(group, seq, meeting, history, ledgers)
     return None
+
+
+def _placed(ledger: Ledger, group: str) -> Iterator[_Placed]:
+    """Each call of a rank in a group, with how many it had made there in the same step."""
+    made: Counter[str] = Counter()
+    for record in ledger.in_group(group):
+        yield made[record.step], record
+        made[record.step] += 1
 
 
 def _meetings(group: str, ledgers: Sequence[Ledger]) -> Iterator[tuple[int, Meeting]]:
@@ -75,7 +84,7 @@ class _Camp:
 
 
 def _explain(
-    group: str, seq: int, meeting: Meeting, history: Sequence[CollectiveRecord], ledgers: Sequence[Ledger]
+    group: str, seq: int, meeting: Meeting, history: Sequence[_Placed], ledgers: Sequence[Ledger]
 ) -> Finding:
     camps = _camps(meeting)
     odd = _odd_ranks(camps, seq, history) or _off_pattern(group, camps, ledgers) or tuple(sorted(meeting))
@@ -101,21 +110,25 @@ def _camps(meeting: Meeting) -> list[_Camp]:
     return sorted((_Camp(tuple(r), meeting[r[0]]) for r in ranks.values()), key=lambda camp: -len(camp.ranks))
 
 
-def _odd_ranks(camps: list[_Camp], seq: int, history: Sequence[CollectiveRecord]) -> tuple[int, ...]:
+def _odd_ranks(camps: list[_Camp], seq: int, history: Sequence[_Placed]) -> tuple[int, ...]:
     """Everybody outside the largest camp; between equal camps, those whose call was never made like this before."""
     if len(camps) > 1 and len(camps[0].ranks) == len(camps[1].ranks):
-        camps = sorted(camps, key=lambda camp: -_precedents(camp.record, seq, history))
-        if _precedents(camps[0].record, seq, history) == _precedents(camps[1].record, seq, history):
+        precedents = {camp.ranks: _precedents(camp.record, seq, history) for camp in camps}
+        camps = sorted(camps, key=lambda camp: precedents[camp.ranks], reverse=True)
+        if precedents[camps[0].ranks] == precedents[camps[1].ranks]:
             return ()
     return tuple(sorted(rank for camp in camps[1:] for rank in camp.ranks))
 
 
-def _precedents(record: CollectiveRecord, seq: int, history: Sequence[CollectiveRecord]) -> int:
-    return sum(
-        other.seq < seq
-        and (other.op, other.dtype, other.shape, other.site) == (record.op, record.dtype, record.shape, record.site)
-        for other in history
-    )
+def _precedents(record: CollectiveRecord, seq: int, history: Sequence[_Placed]) -> tuple[bool, bool]:
+    """Whether such a call was made before: at the same place of a step, which tells more, and anywhere."""
+    place = next(place for place, other in history if other is record)
+    before = [there for there, other in history if other.seq < seq and _is_alike(record, other)]
+    return place in before, bool(before)
+
+
+def _is_alike(one: CollectiveRecord, other: CollectiveRecord) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in ("op", "dtype", "shape", "site"))
 
 
 def _off_pattern(group: str, camps: list[_Camp], ledgers: Sequence[Ledger]) -> tuple[int, ...]:

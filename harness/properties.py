@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Protocol
@@ -10,7 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from tpbed.harness.checks import Answer, answers_by_step, check_candidates, check_ranks_agree
-from tpbed.harness.findings import Finding
+from tpbed.harness.fault_oracle import Outlook, Root, foresee
+from tpbed.harness.faults import FIRED, describe
+from tpbed.harness.findings import Finding, name_ranks
 from tpbed.harness.inputs import build_shard
 from tpbed.harness.plan import Plan
 from tpbed.harness.program import rank_program
@@ -153,6 +155,54 @@ def shard_order_invariant(plan: Plan, run: Runner) -> list[Breach]:
     others = [replace(plan, shard_order=order) for order in dict.fromkeys((ranks[::-1], (*ranks[1:], ranks[0])))]
     told = "with the shards {0.shard_order} on the ranks, not their own"
     return _first_difference("shard_order_invariant", plan, others, run, told, range(plan.scenario.rows))
+
+
+def faults_diagnosed(plan: Plan, run: Runner) -> list[Breach]:
+    """Every planned fault that strikes is named with the right root cause, and nobody is that has done nothing."""
+    record, outlook = run(plan), foresee(plan)
+    found = judge(record).findings
+    told = [*_fired_otherwise(record, outlook), *_not_named(outlook, found), *_named_wrongly(outlook, found)]
+    return [Breach(name="faults_diagnosed", text=text, plan=plan, findings=found) for text in told]
+
+
+def _fired_otherwise(record: RunRecord, outlook: Outlook) -> Iterator[str]:
+    fired = {mark.value for ledger in record.ledgers for mark in ledger.marks if mark.name == FIRED}
+    for index, fault in enumerate(record.plan.scenario.faults):
+        if (index in outlook.fired) > (index in fired):
+            yield f"the fault `{describe(fault)}` was to strike, and did not"
+        if (index in outlook.fired) < (index in fired) and not outlook.open_end:
+            yield f"the fault `{describe(fault)}` was not to strike, and did"
+
+
+def _not_named(outlook: Outlook, found: Sequence[Finding]) -> Iterator[str]:
+    for root in outlook.roots:
+        if not any(_names(finding, root) for finding in found):
+            at = "" if root.seq is None else f" at seq {root.seq}"
+            says = f" saying {root.says!r}" if root.says else ""
+            yield f"{' or '.join(root.kinds)} of rank {root.rank}{at}{says} was expected; found: {_all_told(found)}"
+
+
+def _names(finding: Finding, root: Root) -> bool:
+    said = any(root.says in cause.text and (cause.rank == root.rank) for cause in finding.causes)
+    named = root.rank in finding.ranks and (said or not root.says)
+    return finding.kind in root.kinds and (root.seq is None or finding.seq in (None, root.seq)) and (
+        named or not root.certain
+    )
+
+
+def _named_wrongly(outlook: Outlook, found: Sequence[Finding]) -> Iterator[str]:
+    doubtful = {root.seq for root in outlook.roots if not root.certain}
+    for finding in found:
+        if finding.kind in ("wrong_ids", "order"):
+            if not outlook.spoilt:
+                yield f"no data was spoilt; found: {_told(finding)}"
+        elif set(finding.ranks) - outlook.culprits and finding.seq not in doubtful:
+            innocent = name_ranks(sorted(set(finding.ranks) - outlook.culprits))
+            yield f"{innocent} did nothing; found: {_told(finding)}"
+
+
+def _all_told(found: Sequence[Finding]) -> str:
+    return "; ".join(map(_told, found)) or "nothing"
 
 
 PROPERTIES: dict[str, Property] = {

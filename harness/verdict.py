@@ -40,7 +40,8 @@ def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS) -> Verdict:
     diagnosed = diagnose(record.ledgers, record.liveness)
     steps = _sound_steps(record, diagnosed)
     checked, crashes = _run_checks(record, steps, checks)
-    silent, silences = _silent_ends(record) if not diagnosed else ([], [])
+    consequent = any(finding.waiting_ranks or finding.kind == "mismatch" for finding in diagnosed)
+    silent, silences = ([], []) if consequent else _silent_ends(record, diagnosed)
     findings = (*diagnosed, *silent, *checked)
     unexpected, not_found = _compare(findings, record.plan.scenario.expect)
     doubts = (*_doubts(record), *silences, *crashes)
@@ -106,11 +107,12 @@ def _doubts(record: RunRecord) -> list[str]:
     return doubts
 
 
-def _silent_ends(record: RunRecord) -> tuple[list[Finding], list[str]]:
-    """Ranks that did not give every answer though nothing was found: a finding if they returned, else a doubt."""
+def _silent_ends(record: RunRecord, found: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
+    """Ranks that did not give every answer though nothing says why: a finding if they returned, else a doubt."""
+    explained = {rank for finding in found for rank in finding.ranks}
     steps, answers = record.plan.scenario.steps, answers_by_step(record)
     counts = {ledger.rank: sum(ledger.rank in by_rank for by_rank in answers.values()) for ledger in record.ledgers}
-    short = [ledger for ledger in record.ledgers if counts[ledger.rank] != steps]
+    short = [one for one in record.ledgers if counts[one.rank] != steps and one.rank not in explained]
     left = tuple(ledger.rank for ledger in short if ledger.end is not None and ledger.end.how == "returned")
     doubts = [f"rank {one.rank} has no end that explains its silence" for one in short if one.rank not in left]
     causes = tuple(Cause(rank=r, text=f"rank {r} returned and answered {counts[r]} of {steps} steps") for r in left)
