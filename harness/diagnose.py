@@ -155,23 +155,21 @@ def _last(ledger: Ledger) -> Record | None:
 
 
 def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
-    places = [kept for place in _places(scene) if (kept := _without_followers(place, mismatches, scene)) is not None]
+    places = [kept for place in _places(scene) if (kept := _unprovoked(place, mismatches, scene)) is not None]
     rooted = _one_per_root([place for place in places if place.roots])
     if rooted:
         return [_explain_hang(place, scene) for place in rooted]
     return [explain_circle(places, scene.blocked, scene.ledgers)] if places and not mismatches else []
 
 
-def _without_followers(place: Place, mismatches: Sequence[Finding], scene: _Scene) -> Place | None:
-    """The place, if it is no consequence of a mismatch; where ranks mismatch, with those alone that never came there."""
+def _unprovoked(place: Place, mismatches: Sequence[Finding], scene: _Scene) -> Place | None:
+    """The place, unless a mismatch led there; where one is, with those ranks alone that ended and never came there."""
     record = place.record
     if not _follows(record, mismatches):
         return place
-    here = any((m.group, m.seq) == (record.group, record.seq) for m in mismatches)
-    earlier = any(m.group == record.group and m.seq is not None and m.seq < record.seq for m in mismatches)
-    if earlier or not here or isinstance(record, MessageRecord):
+    if isinstance(record, MessageRecord) or _follows(replace(record, seq=record.seq - 1), mismatches):
         return None
-    never = (rank for rank in place.roots if len(scene.ledgers[rank].in_group(record.group)) < record.seq)
+    never = [rank for rank in place.roots if len(scene.ledgers[rank].in_group(record.group)) < record.seq]
     roots = tuple(rank for rank in never if rank not in scene.frozen)
     return replace(place, roots=roots) if roots else None
 

@@ -1,4 +1,4 @@
-"""What must be found in a run with planned faults, told from the plan alone: its ranks as abstract machines in lockstep.
+"""foresee: a plan in, what must be found in its run out - its ranks as abstract machines, in lockstep.
 
 Shares no code with diagnose. A machine knows which collectives a healthy rank issues and what each fault makes of that;
 it computes no logits. All ranks meet in one collective after the other; where they do not all come, or do not bring
@@ -65,7 +65,8 @@ class PlannedCall:
     @property
     def payload_bytes(self) -> int:
         """What it moves for each rank; where these differ, it never completes."""
-        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return prod(self.shape) * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +236,7 @@ class _Machine:
             return None
         if isinstance(fault, Corrupt):
             self.spoilt = True
-            self.votes_differ = self.votes_differ or _is_vote(call)
+            self.votes_differ ^= _is_vote(call)  # twice negated is as it was
             return call
         changed = _CHANGES[type(fault)](fault, call)
         self.harmful = self.harmful or changed != call
@@ -321,7 +322,12 @@ class _Group:
                 break
             roots = self._broken(issued)
             self._spread()
-        return self._outlook(roots)
+        return self._outlook([self._loosely(root) for root in roots])
+
+    def _loosely(self, root: Root) -> Root:
+        """Ranks that both add collectives may be told apart by call sites, of which machines know nothing."""
+        adding = {f.rank for f in self.plan.scenario.faults if isinstance(f, Extra) and f.seq <= self.seq}
+        return replace(root, seq=None, certain=False) if len(adding) > 1 and "mismatch" in root.kinds else root
 
     def _spread(self) -> None:
         """What one rank contributes, all have."""
@@ -353,9 +359,7 @@ class _Group:
         if not absent:
             return None
         roots = tuple(Root(rank=rank, kinds=("init_fail",)) for rank in absent)
-        return Outlook(
-            fired=frozenset(arrivals), roots=roots, culprits=frozenset(absent), spoilt=False, open_end=True
-        )
+        return Outlook(fired=frozenset(arrivals), roots=roots, culprits=frozenset(absent), spoilt=False, open_end=True)
 
     def _ends(self) -> list[Root]:
         """Nobody waits: whoever did not end as planned is to be named for that alone."""
@@ -392,9 +396,7 @@ class _Group:
         waited: tuple[Kind, ...] = ("stall",) if alone else ("hang",)
         if mismatch:
             waited = ("stall",) if machine.outcome == "frozen" else ("hang", "crash_one")
-        return Root(
-            rank=machine.rank, kinds=waited, seq=self.seq, says=machine.says, certain=not (returned and first)
-        )
+        return Root(rank=machine.rank, kinds=waited, seq=self.seq, says=machine.says, certain=not (returned and first))
 
     def _odd(self, issued: dict[int, PlannedCall], camps: Counter[tuple[str, tuple[int, ...], int]]) -> list[Root]:
         """The ranks that bring something else than planned; certain if they are few, or a step shows what is usual."""

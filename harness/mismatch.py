@@ -83,9 +83,7 @@ class _Camp:
     record: CollectiveRecord
 
 
-def _explain(
-    group: str, seq: int, meeting: Meeting, history: Sequence[_Placed], ledgers: Sequence[Ledger]
-) -> Finding:
+def _explain(group: str, seq: int, meeting: Meeting, history: Sequence[_Placed], ledgers: Sequence[Ledger]) -> Finding:
     camps = _camps(meeting)
     odd = _odd_ranks(camps, seq, history) or _off_pattern(group, camps, ledgers) or tuple(sorted(meeting))
     usual = next((camp.record for camp in camps if not set(camp.ranks) & set(odd)), None)
@@ -120,11 +118,11 @@ def _odd_ranks(camps: list[_Camp], seq: int, history: Sequence[_Placed]) -> tupl
     return tuple(sorted(rank for camp in camps[1:] for rank in camp.ranks))
 
 
-def _precedents(record: CollectiveRecord, seq: int, history: Sequence[_Placed]) -> tuple[bool, bool]:
-    """Whether such a call was made before: at the same place of a step, which tells more, and anywhere."""
+def _precedents(record: CollectiveRecord, seq: int, history: Sequence[_Placed]) -> bool:
+    """Whether such a call was made before: at the same place of a step, where a program has steps, or else anywhere."""
     place = next(place for place, other in history if other is record)
     before = [there for there, other in history if other.seq < seq and _is_alike(record, other)]
-    return place in before, bool(before)
+    return place in before if record.step else bool(before)
 
 
 def _is_alike(one: CollectiveRecord, other: CollectiveRecord) -> bool:

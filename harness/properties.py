@@ -1,11 +1,11 @@
-"""Properties: what must hold of every run of a plan, each a named function; those that compare runs make further ones."""
+"""Properties: what must hold of every run of a plan, each a named function; some compare it with further runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Simulator:
     def _run(self, plan: Plan) -> RunRecord:
         self.runs += 1
         world = self._worlds.setdefault(plan.scenario.world_size, SimulatedWorld(plan.scenario.world_size))
-        with following(world, plan.schedule):
+        with following(world, plan.schedule or f"seed:{plan.seed}"):
             return RunRecord.of(plan, world.run(rank_program(plan)), elapsed_s=0.0)
 
 
@@ -100,7 +100,7 @@ def _against_reference(plan: Plan, run: Runner, name: str, kind: str) -> list[Br
 
 
 def masked_columns_never_win(plan: Plan, run: Runner) -> list[Breach]:
-    """Whatever padding rows of a dense head hold - zeros, infinities, NaN, the largest number -, the answer is the same."""
+    """The answer is the same whatever padding rows of a dense head hold: zeros, infinities, NaN, or large numbers."""
     if plan.scenario.head in FORMATS or not _has_padding(plan.scenario):
         return []
     fills = [fill for fill in (0.0, 2.0**14, inf, nan) if repr(fill) != repr(plan.scenario.pad_fill)]
@@ -185,20 +185,28 @@ def _not_named(outlook: Outlook, found: Sequence[Finding]) -> Iterator[str]:
 def _names(finding: Finding, root: Root) -> bool:
     said = any(root.says in cause.text and (cause.rank == root.rank) for cause in finding.causes)
     named = root.rank in finding.ranks and (said or not root.says)
-    return finding.kind in root.kinds and (root.seq is None or finding.seq in (None, root.seq)) and (
-        named or not root.certain
+    return (
+        finding.kind in root.kinds
+        and (root.seq is None or finding.seq in (None, root.seq))
+        and (named or not root.certain)
     )
 
 
 def _named_wrongly(outlook: Outlook, found: Sequence[Finding]) -> Iterator[str]:
-    doubtful = {root.seq for root in outlook.roots if not root.certain}
     for finding in found:
+        innocent = sorted(set(finding.ranks) - outlook.culprits)
         if finding.kind in ("wrong_ids", "order"):
             if not outlook.spoilt:
                 yield f"no data was spoilt; found: {_told(finding)}"
-        elif set(finding.ranks) - outlook.culprits and finding.seq not in doubtful:
-            innocent = name_ranks(sorted(set(finding.ranks) - outlook.culprits))
-            yield f"{innocent} did nothing; found: {_told(finding)}"
+        elif innocent and not _is_excused(outlook, finding):
+            yield f"{name_ranks(innocent)} did nothing; found: {_told(finding)}"
+
+
+def _is_excused(outlook: Outlook, finding: Finding) -> bool:
+    """Whether the innocent may be named: beside a culprit on mixed-up data, or where nothing tells them apart."""
+    doubtful = {root.seq for root in outlook.roots if not root.certain}
+    beside = outlook.open_end and bool(set(finding.ranks) & outlook.culprits)
+    return beside or finding.seq in doubtful or None in doubtful
 
 
 def _all_told(found: Sequence[Finding]) -> str:
@@ -222,7 +230,7 @@ def has_exact_logits(plan: Plan) -> bool:
     return plan.scenario.logits not in ("gaussian", "smollm2")
 
 
-def _with(plan: Plan, **changes: object) -> Plan:
+def _with(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, scenario=replace(plan.scenario, **changes))
 
 
@@ -261,7 +269,7 @@ def _difference(usual: dict[int, Answer], other: dict[int, Answer], plan: Plan, 
     return ""
 
 
-def _same_ids(ids: np.ndarray, other: np.ndarray, values: np.ndarray, plan: Plan) -> bool:  # type: ignore[type-arg]
+def _same_ids(ids: np.ndarray, other: np.ndarray, values: np.ndarray, plan: Plan) -> bool:
     if plan.scenario.ties == "canonical":
         return bool((ids == other).all())
     certain = values > values[-1]  # among those that tie with the last, any may have been left out
