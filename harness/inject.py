@@ -111,9 +111,9 @@ class Injector:
         """The top-k that this rank is given: the scenario's, and what happens to the logits on their way to it."""
         given = TOPKS[self._plan.scenario.topk] or default_topk(self._context.device)
         strikes = any(isinstance(fault, Nudge | Spin) for _, fault in self._faults)
-        return PlannedTopK(given, self._disturb if strikes or self._overwrites else None, self._width)
+        return PlannedTopK(given, self._before_topk if strikes or self._overwrites else None, self._width)
 
-    def _disturb(self, logits: Tensor) -> None:
+    def _before_topk(self, logits: Tensor) -> None:
         """Do to this rank's logits what is planned for the step; what it strikes, once in each step."""
         struck, self._struck = self._struck == self._step, self._step
         if not struck and self._take(Spin):
