@@ -1,6 +1,7 @@
 """Ranks on a cluster of two nodes: spread over them, diagnosed where they live, and without the node that is lost."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,9 @@ def seen() -> Iterator[dict[str, object]]:
     folder = tempfile.mkdtemp(prefix="tpbed-2n-", dir="/tmp")  # short: Ray puts sockets into it
     try:
         script = Path(__file__).with_name("two_nodes.py")
-        done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True, check=False)
+        (Path(folder) / "ray").mkdir()  # Ray's Cluster leaves its address in the default folder, and makes none
+        argv, env = [sys.executable, str(script), folder], {**os.environ, "RAY_TMPDIR": folder}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         yield json.loads((Path(folder) / "seen.json").read_text())
         left = [process for process in psutil.process_iter(["cmdline"]) if folder in str(process.info["cmdline"])]
