@@ -1,0 +1,131 @@
+"""Kernels of triton_topk: this module needs triton, and is imported by what launches them, when it launches."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ordered(values):
+    """int32 that order as the values do, of their own bits: -0 is +0, NaN of either sign is above +inf."""
+    if values.dtype == tl.float32:
+        bits = values.to(tl.int32, bitcast=True)
+        magnitudes = bits & 0x7FFFFFFF
+        infinity: tl.constexpr = 0x7F800000
+        quiet: tl.constexpr = 0x7FC00000
+    else:
+        bits = values.to(tl.int16, bitcast=True).to(tl.int32)
+        magnitudes = bits & 0x7FFF
+        infinity: tl.constexpr = 0x7F80 if values.dtype == tl.bfloat16 else 0x7C00
+        quiet: tl.constexpr = 0x7FC0 if values.dtype == tl.bfloat16 else 0x7E00
+    found = tl.where(bits < 0, -1 - magnitudes, magnitudes)
+    return tl.where(magnitudes > infinity, quiet, tl.where(magnitudes == 0, 0, found))
+
+
+@triton.jit
+def values_of(order, VALUE: tl.constexpr):
+    """What `ordered` was given, in the dtype VALUE."""
+    magnitudes = tl.where(order < 0, -1 - order, order)
+    if VALUE == tl.float32:
+        return tl.where(order < 0, magnitudes | -0x80000000, magnitudes).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return tl.where(order < 0, magnitudes | 0x8000, magnitudes).to(tl.int16).to(VALUE, bitcast=True)
+
+
+@triton.jit
+def compose(order, place, WIDE: tl.constexpr):
+    """A key: the larger the better, by order and then by the smaller place. int64 if WIDE, else int32 of 16 bits each."""
+    if WIDE:
+        return (order.to(tl.int64) << 32) | (0xFFFFFFFF - place.to(tl.int64))
+    else:
+        return (order << 16) | (0xFFFF - place)
+
+
+@triton.jit
+def place_of(key, WIDE: tl.constexpr):
+    """The place that a key was composed of; of the lowest key one beyond all others."""
+    if WIDE:
+        return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+    else:
+        return 0xFFFF - (key & 0xFFFF)
+
+
+@triton.jit
+def lowest(WIDE: tl.constexpr):
+    """Below every key that is composed of a value."""
+    return -0x8000000000000000 if WIDE else -0x80000000
+
+
+@triton.jit
+def load_order(logits, scale, row_scale, columns, real, VALUE: tl.constexpr, SCALED: tl.constexpr):
+    """The order of some logits of a row, scaled if there are scales, then rounded to VALUE; others are never read."""
+    found = tl.load(logits + columns, mask=real, other=0.0)
+    if SCALED:
+        found = found.to(tl.float32) * tl.load(scale + columns, mask=real, other=1.0) * row_scale
+    return ordered(found.to(VALUE))
+
+
+@triton.jit(do_not_specialize=["groups", "tiles"])
+def group_keys(
+    logits, scale, row_scales, keys, row_stride, num_org, groups, tiles,
+    VALUE: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The key of the best of each GROUP neighbours of a row: order and group. A program: TILE groups of one row."""
+    row = tl.program_id(0) // tiles
+    group = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    real = columns < num_org
+    row_scale = tl.load(row_scales + row) if SCALED else 1.0
+    order = load_order(logits + row.to(tl.int64) * row_stride, scale, row_scale, columns, real, VALUE, SCALED)
+    best = tl.max(tl.where(real, order, -0x80000000), axis=1)
+    tl.store(keys + row.to(tl.int64) * groups + group, compose(best, group, WIDE), mask=group < groups)
+
+
+@triton.jit
+def take_best(keys, picks, K: tl.constexpr, PICKS: tl.constexpr, WIDE: tl.constexpr):
+    """The K largest keys, largest first, in the first places of `picks`."""
+    place = tl.arange(0, PICKS)
+    for turn in range(K):
+        best = tl.max(keys)
+        picks = tl.where(place == turn, best, picks)
+        keys = tl.where(keys == best, lowest(WIDE), keys)
+    return picks
+
+
+@triton.jit(do_not_specialize=["groups", "first_id"])
+def best_of_groups(
+    logits, scale, row_scales, keys, out_keys, out_values, out_columns, row_stride, num_org, groups, first_id,
+    VALUE: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKS: tl.constexpr,
+):  # fmt: skip
+    """The K best of a row, which are in the K best of its groups. A program: one row.
+
+    A token that is in no such group has K better ones: the best of each group that went before its own, which have a
+    larger value, or an equal one in a column before it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place, index = tl.arange(0, PICKS), tl.arange(0, GROUPS)
+    none = tl.full([PICKS], lowest(WIDE), tl.int64 if WIDE else tl.int32)
+    found = tl.load(keys + row * groups + index, mask=index < groups, other=lowest(WIDE))
+    chosen = tl.sort(place_of(take_best(found, none, K, PICKS, WIDE), WIDE))
+    columns = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    places = place[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row_scale = tl.load(row_scales + row) if SCALED else 1.0
+    real = columns < num_org
+    order = load_order(logits + row * row_stride, scale, row_scale, columns, real, VALUE, SCALED)
+    members = tl.where(real, compose(order, places, WIDE), lowest(WIDE))
+    picks = take_best(members, none, K, PICKS, WIDE)
+    at = place_of(picks, WIDE)
+    group = tl.sum(tl.where((at // GROUP)[:, None] == place[None, :], chosen[None, :], 0), axis=1)
+    column = (group * GROUP + at % GROUP).to(tl.int64)
+    values = values_of((picks >> (32 if WIDE else 16)).to(tl.int32), VALUE)
+    if PACKED:
+        wide = values.to(tl.float32)
+        absent = (picks == lowest(WIDE)) | (wide == float("-inf"))
+        low = tl.where(absent, 0, 0xFFFFFFFF - column - first_id)
+        order = tl.where(absent, -0x7F800001, ordered(wide)).to(tl.int64)
+        tl.store(out_keys + row * K + place, (order << 32) | low, mask=place < K)
+    else:
+        tl.store(out_values + row * K + place, values, mask=place < K)
+        tl.store(out_columns + row * K + place, column, mask=place < K)
