@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.merge import gather_columns, merge_gathered, two_gather_merge
-from tpbed.selector.packed import best_keys, pack_keys, packed_merge, screen_keys
+from tpbed.selector.packed import best_candidates, gather_keys, pack_keys
 from tpbed.selector.shard import VocabShard
-from tpbed.selector.topk import TopK, empty_topk
+from tpbed.selector.topk import KeyedTopK, TopK, empty_topk
 
 Merge = Literal["two_gather", "packed", "full_gather"]
 """How ranks put their candidates together.
@@ -34,42 +34,49 @@ class Candidates:
     values: Tensor
 
 
-def choose_local(logits: Tensor, shard: VocabShard, *, k: int, topk: TopK, merge: Merge) -> tuple[Tensor, Tensor]:
-    """What this rank brings to the merge, best first: values and token ids, (rows, up to k); no collective.
+def takes_keys(topk: TopK, merge: Merge) -> TypeGuard[KeyedTopK]:
+    """Whether keys go straight from the top-k into the merge: then logits need no mask."""
+    return merge == "packed" and isinstance(topk, KeyedTopK)
 
-    logits: (rows, shard.width), padding masked. To a full_gather it brings all org columns, padding too, as they lie:
-    added columns between the shares of two ranks would shift every id that follows.
+
+def choose_local(logits: Tensor, shard: VocabShard, *, k: int, topk: TopK, merge: Merge) -> tuple[Tensor, ...]:
+    """What this rank brings to the merge, best first; no collective: keys (rows, up to k), or values and token ids.
+
+    logits: (rows, shard.width), padding masked unless takes_keys. To a full_gather it brings all org columns, padding
+    too, as they lie: added columns between the shares of two ranks would shift every id that follows.
     """
     if merge == "full_gather":
-        ids = shard.org_start + torch.arange(shard.num_org_padded, device=logits.device)
-        return logits[:, : shard.num_org_padded], ids.expand(len(logits), -1)
+        return (logits[:, : shard.num_org_padded],)
+    if takes_keys(topk, merge):
+        return (topk.keys(logits, k, num_org=shard.num_org, first_id=shard.org_start),)
     local_k = min(k, logits.shape[1])
     nothing = local_k == 0 or logits.shape[0] == 0  # a kernel may not survive it; the gathers are joined all the same
     values, columns = empty_topk(logits, local_k) if nothing else topk(logits, local_k)
-    return values, columns.long() + shard.org_start
+    ids = columns.long() + shard.org_start
+    return (pack_keys(values, ids),) if merge == "packed" else (values, ids)
 
 
 def merge_candidates(
-    values: Tensor, ids: Tensor, shard: VocabShard, *, k: int, group: dist.ProcessGroup | None, merge: Merge
+    local: tuple[Tensor, ...],
+    shard: VocabShard,
+    *,
+    k: int,
+    group: dist.ProcessGroup | None,
+    merge: Merge,
+    topk: TopK,
 ) -> Candidates:
-    """The k best of what all ranks bring, the same on every rank; every rank calls this, after choose_local."""
+    """The k best of what all ranks bring, the same on every rank; every rank calls this, with what choose_local gave."""
     if merge == "full_gather":
-        merged = _choose_of_all(values, shard, k, group)
+        merged = _choose_of_all(*local, shard, k, group)
     elif merge == "packed":
-        merged = _merge_packed(values, ids, shard, k, group)
+        keys = local[0] if shard.world_size == 1 else gather_keys(local[0], k=k, group=group)
+        choose = topk.best_candidates if takes_keys(topk, merge) else best_candidates
+        merged = choose(keys, k)
     elif shard.world_size == 1:
-        merged = merge_gathered(values.float(), ids, k)
+        merged = merge_gathered(local[0].float(), local[1], k)
     else:
-        merged = two_gather_merge(values, ids, k=k, group=group)
+        merged = two_gather_merge(*local, k=k, group=group)
     return Candidates(values=merged[0], ids=merged[1])
-
-
-def _merge_packed(
-    values: Tensor, ids: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    if shard.world_size == 1:
-        return screen_keys(best_keys(pack_keys(values, ids), k))
-    return packed_merge(values, ids, k=k, group=group)
 
 
 def _choose_of_all(values: Tensor, shard: VocabShard, k: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -77,4 +84,4 @@ def _choose_of_all(values: Tensor, shard: VocabShard, k: int, group: dist.Proces
     whole = values if shard.world_size == 1 else gather_columns(values, group)
     whole = whole[:, : shard.org_vocab_size]
     ids = torch.arange(shard.org_vocab_size, device=values.device).expand_as(whole)
-    return screen_keys(best_keys(pack_keys(whole, ids), k))
+    return best_candidates(pack_keys(whole, ids), k)

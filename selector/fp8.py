@@ -14,6 +14,8 @@ from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
 from tpbed.selector.head import HeadError, check_rows
 from tpbed.selector.shard import ShardError, VocabShard
 from tpbed.selector.tiles import add_bias, apply_in_tiles
+from tpbed.selector.triton_fp8 import quantise_rows, scale_logits
+from tpbed.selector.triton_topk import has_triton
 
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 BLOCK = 128  # rows and hidden units of a block that share a scale
@@ -231,10 +233,23 @@ def fits_scaled_mm(layer: Fp8Head, x: Tensor) -> bool:
 
 def apply_scaled_mm(layer: Fp8Head, x: Tensor) -> Tensor:
     """W8A8: both sides in float8_e4m3fn with a scale per row, or one each; logits (rows, width) bfloat16."""
+    if layer.granularity == "channel" and has_triton():
+        return apply_and_scale(layer, x)
     one = layer.granularity == "tensor"
     packed, scale = pack_fp8_per_tensor(x) if one else pack_fp8_per_channel(x)
     scale_b = layer.weight_scale if one else layer.weight_scale.t()
     return torch._scaled_mm(packed, layer.weight.t(), scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16)
+
+
+def apply_and_scale(layer: Fp8Head, x: Tensor) -> Tensor:
+    """W8A8 per row: a product without scales, float32, and then the scales of both sides, rounded once.
+
+    torch._scaled_mm with a scale per row takes about 1.4 times as long as with one for all (one H200, 7 to 56 rows).
+    """
+    packed, row_scales = quantise_rows(x, largest=FP8_MAX)
+    one = torch.ones(1, device=x.device)
+    raw = torch._scaled_mm(packed, layer.weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return scale_logits(raw, row_scales, layer.weight_scale.flatten(), torch.bfloat16)
 
 
 def _to_fp8(scaled: Tensor) -> Tensor:

@@ -65,10 +65,18 @@ def packed_merge(values: Tensor, ids: Tensor, *, k: int, group: dist.ProcessGrou
     Cost: one all_gather of k * 8 bytes per row and rank; none in a group of one.
     Source: the key is ours; ordered float bits as in radix sorts (Terdiman, Radix Sort Revisited, 2000).
     """
-    keys = pack_keys(values, ids)
+    return best_candidates(gather_keys(pack_keys(values, ids), k=k, group=group), k)
+
+
+def gather_keys(keys: Tensor, *, k: int, group: dist.ProcessGroup | None) -> Tensor:
+    """All ranks' keys side by side, each rank's (rows, up to k) brought to k columns: (rows, k * world_size)."""
     keys = torch.nn.functional.pad(keys, (0, k - keys.shape[1]), value=NO_KEY)
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        keys = gather_columns(keys, group)
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    return keys if alone else gather_columns(keys, group)
+
+
+def best_candidates(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row's keys as values (rows, k) float32 and ids (rows, k) int64; screened as screen_keys."""
     return screen_keys(best_keys(keys, k))
 
 

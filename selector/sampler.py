@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.admission import AdmissionError, admit
-from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates
+from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates, takes_keys
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import LmHead
 from tpbed.selector.lattice import TransitionTables, lattice_scores
@@ -197,12 +197,15 @@ class DraftSampler:
     def _eager_stages(self, given: _Inputs) -> list[_Stage]:
         return [lambda _: self._local(given), self._merge, lambda merged: self._tail(given, merged)]
 
-    def _local(self, given: _Inputs) -> tuple[Tensor, Tensor]:
-        logits = project_candidate_logits(given.hidden.flatten(0, 1), self._head)
+    def _local(self, given: _Inputs) -> tuple[Tensor, ...]:
+        mask = not takes_keys(self._topk, self._merge_rule)
+        logits = project_candidate_logits(given.hidden.flatten(0, 1), self._head, mask=mask)
         return choose_local(logits, self._head.shard, k=self._k, topk=self._topk, merge=self._merge_rule)
 
-    def _merge(self, local: tuple[Tensor, Tensor]) -> Candidates:
-        return merge_candidates(*local, self._head.shard, k=self._k, group=self._group, merge=self._merge_rule)
+    def _merge(self, local: tuple[Tensor, ...]) -> Candidates:
+        return merge_candidates(
+            local, self._head.shard, k=self._k, group=self._group, merge=self._merge_rule, topk=self._topk
+        )
 
     def _tail(self, given: _Inputs, merged: Candidates) -> tuple[Draft, Tensor]:
         ids, values = (t.view(len(given.anchor), self._slots, self._k) for t in (merged.ids, merged.values))

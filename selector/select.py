@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.admission import Path, admit
-from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates
+from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates, takes_keys
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DENSE_DTYPES, LmHead
 from tpbed.selector.packed import require_packable
@@ -59,10 +59,9 @@ def compute_candidates(
     path, because = check_request(hidden, head, k=k, group=group, admission=admission)
     note("admission", path, because=because)
     kernel = _chosen_topk(topk, hidden.device, note)
-    values, ids = choose_local(
-        project_candidate_logits(hidden, head, path=path), head.shard, k=k, topk=kernel, merge=merge
-    )
-    return merge_candidates(values, ids, head.shard, k=k, group=group, merge=merge)
+    logits = project_candidate_logits(hidden, head, path=path, mask=not takes_keys(kernel, merge))
+    local = choose_local(logits, head.shard, k=k, topk=kernel, merge=merge)
+    return merge_candidates(local, head.shard, k=k, group=group, merge=merge, topk=kernel)
 
 
 def check_shard(head: LmHead) -> VocabShard:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,24 @@ The caller's side, which flashinfer needs and `check_topk_contract` states: two 
 bfloat16 or float32, at least one row, and k from 1 to width. Which of equal values comes first, or survives at all, is
 the kernel's own.
 """
+
+
+@runtime_checkable
+class KeyedTopK(Protocol):
+    """A TopK that can hand packed keys to a merge of them, and needs no mask then: it never reads what is not real."""
+
+    def __call__(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As any TopK."""
+        ...
+
+    def keys(self, logits: Tensor, k: int, *, num_org: int, first_id: int) -> Tensor:
+        """The k best of the first num_org columns as pack_keys has them, best first: (rows, k) int64."""
+        ...
+
+    def best_candidates(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As tpbed.selector.packed.best_candidates."""
+        ...
+
 
 TOPK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

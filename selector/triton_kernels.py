@@ -1,4 +1,4 @@
-"""Kernels of triton_topk: this module needs triton, and is imported by what launches them, when it launches."""
+"""Kernels of triton_topk and triton_fp8: needs triton, and is imported by what launches them, when it launches."""
 
 from __future__ import annotations
 
@@ -129,3 +129,53 @@ def best_of_groups(
     else:
         tl.store(out_values + row * K + place, values, mask=place < K)
         tl.store(out_columns + row * K + place, column, mask=place < K)
+
+
+@triton.jit(do_not_specialize=["count"])
+def best_of_keys(
+    keys, out_values, out_ids, count,
+    K: tl.constexpr, COUNT: tl.constexpr, PICKS: tl.constexpr,
+):  # fmt: skip
+    """The K largest of a row's packed keys, as values and token ids; nothing but NaN and -1 where the first is NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    place, index = tl.arange(0, PICKS), tl.arange(0, COUNT)
+    none = tl.full([PICKS], lowest(True), tl.int64)
+    found = tl.load(keys + row * count + index, mask=index < count, other=lowest(True))
+    picks = take_best(found, none, K, PICKS, True)
+    invalid = tl.max(picks) >= 0x7F80000100000000
+    low = picks & 0xFFFFFFFF
+    order = tl.where(invalid, 0x7FC00000, tl.where(low == 0, -0x7F800001, picks >> 32)).to(tl.int32)
+    ids = tl.where(invalid | (low == 0), -1, 0xFFFFFFFF - low)
+    tl.store(out_values + row * K + place, values_of(order, tl.float32), mask=place < K)
+    tl.store(out_ids + row * K + place, ids, mask=place < K)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def scale_tile(
+    raw, row_scales, scale, logits, row_stride, columns, tiles,
+    VALUE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """raw * row scale * column scale in float32, rounded once to VALUE. A program: TILE columns of a row."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    there = column < columns
+    found = tl.load(raw + row * row_stride + column, mask=there, other=0.0).to(tl.float32)
+    found = found * tl.load(scale + column, mask=there, other=0.0) * tl.load(row_scales + row)
+    tl.store(logits + row * columns + column, found.to(VALUE), mask=there)
+
+
+@triton.jit
+def quantise_row(
+    x, packed, scales, row_stride, units,
+    LARGEST: tl.constexpr, TINY: tl.constexpr, EPS: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """A row of x in float8_e4m3fn with one scale, amax / LARGEST. A program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.arange(0, UNITS)
+    there = unit < units
+    found = tl.load(x + row * row_stride + unit, mask=there, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(found))
+    scale = tl.where(amax == 0, EPS, tl.maximum(tl.div_rn(amax, LARGEST), TINY))
+    scaled = tl.clamp(tl.div_rn(found, tl.full([UNITS], scale, tl.float32)), -LARGEST, LARGEST)
+    tl.store(packed + row * units + unit, scaled.to(tl.float8e4nv), mask=there)
+    tl.store(scales + row, scale)

@@ -76,6 +76,20 @@ class TritonTopK:
             self._launch(_Request(logits, k, num_org, dtype or logits.dtype, first_id, scales), keys=keys)
         return keys
 
+    def best_candidates(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As tpbed.selector.packed.best_candidates, in one launch, for keys (rows, k or more) that differ."""
+        if not 0 <= k <= min(MAX_K, keys.shape[1]):
+            raise SelectionError(f"k={k} of {keys.shape[1]} keys: give k up to {MAX_K}, and up to the keys.")
+        values = keys.new_empty((len(keys), k), dtype=torch.float32)
+        ids = torch.empty_like(values, dtype=torch.int64)
+        if ids.numel():
+            count, picks = keys.shape[1], power_of_two(k)
+            with device_of(keys):
+                triton_kernels().best_of_keys[(len(keys),)](
+                    keys.contiguous(), values, ids, count, K=k, COUNT=power_of_two(count), PICKS=picks
+                )
+        return values, ids
+
     def _launch(
         self,
         asked: _Request,
@@ -84,9 +98,9 @@ class TritonTopK:
         values: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> None:
-        kernels, logits = _kernels(), asked.logits
+        kernels, logits = triton_kernels(), asked.logits
         group = self.group or asked.balanced_group()
-        groups, picks = -(-asked.num_org // group), _power_of_two(asked.k)
+        groups, picks = -(-asked.num_org // group), power_of_two(asked.k)
         wide = asked.dtype is torch.float32 or max(groups, picks * group) >= _NARROW
         common = {
             "VALUE": getattr(kernels.tl, str(asked.dtype).removeprefix("torch.")),
@@ -99,13 +113,13 @@ class TritonTopK:
         best = logits.new_empty((len(logits), groups), dtype=torch.int64 if wide else torch.int32)
         tile = max(1, _TILE // group)
         tiles = -(-groups // tile)
-        with torch.cuda.device(logits.device if logits.is_cuda else -1):
+        with device_of(logits):
             kernels.group_keys[(len(logits) * tiles,)](
                 logits, scale, row_scales, best, logits.stride(0), asked.num_org, groups, tiles, TILE=tile, **common
             )
             kernels.best_of_groups[(len(logits),)](
                 logits, scale, row_scales, best, keys, values, columns, logits.stride(0), asked.num_org, groups,
-                asked.first_id, PACKED=keys is not None, K=asked.k, GROUPS=_power_of_two(groups), PICKS=picks, **common,
+                asked.first_id, PACKED=keys is not None, K=asked.k, GROUPS=power_of_two(groups), PICKS=picks, **common,
             )  # fmt: skip
 
 
@@ -122,7 +136,7 @@ class _Request:
 
     def balanced_group(self) -> int:
         """As many groups as there are members of the k best groups, nearly: the second kernel looks at both."""
-        return max(_LEAST_GROUP, _power_of_two(isqrt(self.num_org // self.k)))
+        return max(_LEAST_GROUP, power_of_two(isqrt(self.num_org // self.k)))
 
 
 triton_topk = TritonTopK()
@@ -133,7 +147,8 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _kernels() -> Any:
+def triton_kernels() -> Any:
+    """The module of kernels. Raises SelectionError where triton is not installed."""
     if not has_triton():
         raise SelectionError("triton is not installed: install a torch that is built for CUDA, or pip install triton.")
     return import_module("tpbed.selector.triton_kernels")
@@ -154,5 +169,11 @@ def _check(logits: Tensor, k: int, num_org: int, scales: tuple[Tensor, Tensor] |
         raise SelectionError(f"scales have shapes {shapes}: give one a row and one a column of {tuple(logits.shape)}.")
 
 
-def _power_of_two(number: int) -> int:
+def device_of(tensor: Tensor) -> torch.cuda.device:
+    """Kernels are launched on the current device: make it the tensor's; a CPU tensor is for triton's interpreter."""
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less than number, which is 1 or more."""
     return 1 << (number - 1).bit_length()
