@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from tpbed.harness.console import print_json, print_table, telling, use_one_thread
+from tpbed.tp.errors import TestbedError
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it, and not by `tpbed --help`
     from rich.table import Table
 
     from tpbed.harness.bench import Ratio
+    from tpbed.harness.bench_gpu import Figure, GpuReport
     from tpbed.harness.plot import Panel
     from tpbed.harness.scale import ScalePoint
     from tpbed.harness.soak import RanksReport
 
 LARGEST = 1024  # ranks
 
+
+class BenchUsageError(TestbedError):
+    """The command line asks for a measurement that there is not."""
+
+
 app = typer.Typer(
-    help="Measure worlds on this machine: as ratios within one run, by number of ranks, by hangs on real ranks.",
+    help="Measure on this machine, as ratios within one run: worlds, by number of ranks, hangs; the selector on a GPU.",
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
@@ -105,6 +113,83 @@ def ranks(
     else:
         print_table(_table_of_hangs(report))
         print(report)
+
+
+@app.command()
+def gpu(
+    context: typer.Context,
+    part: Annotated[
+        str, typer.Option(metavar="PART,...", help="head, topk, fp8, merge, draft, sweep; default: all but the sweep.")
+    ] = "",
+    tp: Annotated[
+        str, typer.Option("--tp", metavar="N,...", help="World sizes whose shards are measured.")
+    ] = "1,2,4,8",
+    rows: Annotated[str, typer.Option(metavar="N,...", help="Rows of a step.")] = "7,56,448",
+    mode: Annotated[str, typer.Option(metavar="MODE,...", help="graph, eager.")] = "graph,eager",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of all that is compared.")] = 15,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all figures there, too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The selector on this GPU: heads, top-k, FP8, merge, lattice and walk, each as a ratio within the run."""
+    with telling() as progress:
+        progress("loading torch")
+        from tpbed.harness.bench_gpu import Asked, Mode, Part, bench_gpu
+
+        asked = Asked(
+            parts=_chosen("--part", part, get_args(Part)) if part else Asked().parts,
+            tps=_numbers("--tp", tp),
+            rows=_numbers("--rows", rows),
+            modes=_chosen("--mode", mode, get_args(Mode)),
+            rounds=rounds,
+        )
+        report = bench_gpu(asked, on_progress=progress)
+    told = {"type": "gpu", **asdict(report)}
+    if out:
+        out.write_text(json.dumps(told, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    if as_json or context.obj:
+        print_json([told])
+    else:
+        _print_gpu(report)
+
+
+def _chosen(option: str, text: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
+    names = tuple(text.split(","))
+    if wrong := [name for name in names if name not in allowed]:
+        raise BenchUsageError(f"{option} {','.join(wrong)} is none of {', '.join(allowed)}: give some of these.")
+    return names
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
+        raise BenchUsageError(f"{option} {text!r} is no list of numbers: give some like 1,8.")
+    return tuple(int(part) for part in text.split(","))
+
+
+def _print_gpu(report: GpuReport) -> None:
+    from rich.table import Table
+
+    from tpbed.harness.bench_gpu import by_case
+
+    table = Table(title="Microseconds of a call, and the ratio to what it is measured against; medians")
+    for heading in ("what", "against", "TP", "rows", "graph us", "ratio", "eager us", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("what", "against") else "right")
+    before = None
+    for (part, name, tp, rows), modes in by_case(report.figures).items():
+        if (part, tp, rows) != before:
+            table.add_section()
+        before = part, tp, rows
+        figures = [text for mode in ("graph", "eager") for text in _texts(modes.get(mode))]
+        table.add_row(name, next(iter(modes.values())).against, str(tp), str(rows), *figures)
+    print_table(table, width=150)
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    print(f"{report.card}; {versions}", f"copy bandwidth {report.copy_tb_per_s:.2f} TB/s", *report.notes, sep="\n")
+    print(f"again     {report.command}")
+
+
+def _texts(figure: Figure | None) -> list[str]:
+    if figure is None:
+        return ["", ""]
+    return [f"{figure.us:,.1f}", "" if figure.ratio is None else f"{figure.ratio:.2f}"]
 
 
 def _table_of_hangs(report: RanksReport) -> Table:

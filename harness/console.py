@@ -21,11 +21,11 @@ def print_json(values: Sequence[dict[str, Any]]) -> None:
         print(json.dumps(value, allow_nan=False), flush=True)
 
 
-def print_table(table: Table) -> None:
-    """As wide as the terminal."""
+def print_table(table: Table, width: int = WIDTH) -> None:
+    """As wide as the terminal; width, in columns, where there is none."""
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    Console(width=None if sys.stdout.isatty() else width).print(table)
 
 
 @contextmanager

@@ -46,12 +46,14 @@ from tpbed.harness.faults import (
 from tpbed.harness.inputs import build_head, held_shard
 from tpbed.harness.plan import Plan
 from tpbed.selector.topk import TopK, canonical_topk, contract_topk, default_topk, torch_topk
+from tpbed.selector.triton_topk import triton_topk
 from tpbed.tp.rank import Call, RankContext
 
 TOPKS: dict[str, TopK | None] = {
     "contract": contract_topk,
     "torch": torch_topk,
     "canonical": canonical_topk,
+    "triton": triton_topk,
     "default": None,
 }
 F = TypeVar("F")

@@ -30,6 +30,7 @@ from tpbed.selector.select import Note, Policy, compute_candidates
 from tpbed.selector.shard import NO_TOKEN, ShardError, VocabShard
 from tpbed.selector.tiles import TiledMethod
 from tpbed.selector.topk import (
+    KeyedTopK,
     TopK,
     canonical_topk,
     check_topk_contract,
@@ -38,6 +39,7 @@ from tpbed.selector.topk import (
     flashinfer_topk,
     torch_topk,
 )
+from tpbed.selector.triton_topk import TritonTopK, triton_topk
 from tpbed.selector.unary import unary_transform
 from tpbed.selector.verify import verify
 from tpbed.selector.vote import agree_admission
@@ -59,6 +61,7 @@ __all__ = [
     "Fp8Method",
     "HeadError",
     "Int8Head",
+    "KeyedTopK",
     "LmHead",
     "Merge",
     "Noise",
@@ -74,6 +77,7 @@ __all__ = [
     "TiledMethod",
     "TopK",
     "TransitionTables",
+    "TritonTopK",
     "VocabShard",
     "admit",
     "admits_quant_method",
@@ -110,6 +114,7 @@ __all__ = [
     "reference_logits",
     "reference_topk",
     "torch_topk",
+    "triton_topk",
     "two_gather_merge",
     "unary_transform",
     "unpack_keys",

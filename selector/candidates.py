@@ -65,9 +65,9 @@ def merge_candidates(
     merge: Merge,
     topk: TopK,
 ) -> Candidates:
-    """The k best of what all ranks bring, the same on every rank; every rank calls this, with what choose_local gave."""
+    """The k best of what all ranks bring, the same on every rank; every rank calls this after choose_local."""
     if merge == "full_gather":
-        merged = _choose_of_all(*local, shard, k, group)
+        merged = _choose_of_all(local[0], shard, k, group)
     elif merge == "packed":
         keys = local[0] if shard.world_size == 1 else gather_keys(local[0], k=k, group=group)
         choose = topk.best_candidates if takes_keys(topk, merge) else best_candidates
@@ -75,7 +75,7 @@ def merge_candidates(
     elif shard.world_size == 1:
         merged = merge_gathered(local[0].float(), local[1], k)
     else:
-        merged = two_gather_merge(*local, k=k, group=group)
+        merged = two_gather_merge(local[0], local[1], k=k, group=group)
     return Candidates(values=merged[0], ids=merged[1])
 
 

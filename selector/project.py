@@ -14,9 +14,7 @@ from tpbed.selector.head import LmHead, QuantMethod
 
 
 @torch.no_grad()
-def project_candidate_logits(
-    hidden: Tensor, head: LmHead, *, path: Path | None = None, mask: bool = True
-) -> Tensor:
+def project_candidate_logits(hidden: Tensor, head: LmHead, *, path: Path | None = None, mask: bool = True) -> Tensor:
     """Project the whole padded shard, then overwrite every column that is no org token with -inf.
 
     path: as the ranks have agreed on it; None for what `admit` says of this rank's head.

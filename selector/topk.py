@@ -116,9 +116,10 @@ def default_topk(device: torch.device) -> TopK:
     """The top-k for a device: canonical on CPU; on CUDA flashinfer, or torch where flashinfer is not installed."""
     if device.type != "cuda":
         return canonical_topk
-    return flashinfer_topk if _has_flashinfer() else torch_topk
+    return flashinfer_topk if has_flashinfer() else torch_topk
 
 
 @cache
-def _has_flashinfer() -> bool:
+def has_flashinfer() -> bool:
+    """Whether flashinfer is installed; whether its kernel can be built is seen at its first call."""
     return find_spec("flashinfer") is not None

@@ -9,16 +9,18 @@ import triton.language as tl
 @triton.jit
 def ordered(values):
     """int32 that order as the values do, of their own bits: -0 is +0, NaN of either sign is above +inf."""
+    infinity: tl.constexpr = (
+        0x7F800000 if values.dtype == tl.float32 else 0x7F80 if values.dtype == tl.bfloat16 else 0x7C00
+    )
+    quiet: tl.constexpr = (
+        0x7FC00000 if values.dtype == tl.float32 else 0x7FC0 if values.dtype == tl.bfloat16 else 0x7E00
+    )
     if values.dtype == tl.float32:
         bits = values.to(tl.int32, bitcast=True)
         magnitudes = bits & 0x7FFFFFFF
-        infinity: tl.constexpr = 0x7F800000
-        quiet: tl.constexpr = 0x7FC00000
     else:
         bits = values.to(tl.int16, bitcast=True).to(tl.int32)
         magnitudes = bits & 0x7FFF
-        infinity: tl.constexpr = 0x7F80 if values.dtype == tl.bfloat16 else 0x7C00
-        quiet: tl.constexpr = 0x7FC0 if values.dtype == tl.bfloat16 else 0x7E00
     found = tl.where(bits < 0, -1 - magnitudes, magnitudes)
     return tl.where(magnitudes > infinity, quiet, tl.where(magnitudes == 0, 0, found))
 
@@ -27,7 +29,7 @@ def ordered(values):
 def values_of(order, VALUE: tl.constexpr):
     """What `ordered` was given, in the dtype VALUE."""
     magnitudes = tl.where(order < 0, -1 - order, order)
-    if VALUE == tl.float32:
+    if VALUE == tl.float32:  # noqa: SIM300 - VALUE is no constant of this module
         return tl.where(order < 0, magnitudes | -0x80000000, magnitudes).to(tl.int32).to(tl.float32, bitcast=True)
     else:
         return tl.where(order < 0, magnitudes | 0x8000, magnitudes).to(tl.int16).to(VALUE, bitcast=True)
@@ -35,7 +37,7 @@ def values_of(order, VALUE: tl.constexpr):
 
 @triton.jit
 def compose(order, place, WIDE: tl.constexpr):
-    """A key: the larger the better, by order and then by the smaller place. int64 if WIDE, else int32 of 16 bits each."""
+    """A key, the larger the better: order, then the smaller place; 32 bits of each if WIDE, else 16."""
     if WIDE:
         return (order.to(tl.int64) << 32) | (0xFFFFFFFF - place.to(tl.int64))
     else:

@@ -1,7 +1,8 @@
-"""triton_topk: the canonical top-k for a small k as two kernels, masked columns never read, packed keys out if asked."""
+"""triton_topk: the canonical top-k for a small k in two kernels; masked columns never read; packed keys if asked."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -155,6 +156,8 @@ def triton_kernels() -> Any:
 
 
 def _check(logits: Tensor, k: int, num_org: int, scales: tuple[Tensor, Tensor] | None) -> None:
+    if not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SelectionError(f"logits are on {logits.device}, and triton_topk runs on CUDA: use canonical_topk there.")
     if logits.ndim != 2 or logits.dtype not in TOPK_DTYPES or (logits.shape[1] > 1 and logits.stride(1) != 1):
         raise SelectionError(
             f"logits are {logits.dtype} with shape {tuple(logits.shape)} and strides {logits.stride()}: give (rows, "

@@ -132,8 +132,8 @@ def test_flashinfer_is_asked_for_sorted_deterministic_answers_on_the_logits_own_
 
 
 def test_the_default_is_canonical_on_cpu_and_flashinfer_on_cuda_unless_it_is_missing(monkeypatch):
-    monkeypatch.setattr(topk, "_has_flashinfer", lambda: True)
+    monkeypatch.setattr(topk, "has_flashinfer", lambda: True)
     assert default_topk(torch.device("cpu")) is canonical_topk
     assert default_topk(torch.device("cuda", 1)) is flashinfer_topk
-    monkeypatch.setattr(topk, "_has_flashinfer", lambda: False)
+    monkeypatch.setattr(topk, "has_flashinfer", lambda: False)
     assert default_topk(torch.device("cuda")) is torch_topk

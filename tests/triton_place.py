@@ -1,0 +1,18 @@
+"""Where Triton's kernels run in tests: on a CUDA device, or, slowly, in Triton's interpreter on the CPU."""
+
+import os
+
+import pytest
+import torch
+
+from tpbed.selector.triton_topk import has_triton
+
+COMPILED = torch.cuda.is_available()
+PLACE = torch.device("cuda" if COMPILED else "cpu")
+if not COMPILED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are loaded
+
+needs_triton = [
+    pytest.mark.skipif(not has_triton(), reason="triton is not installed: pip install triton, for its interpreter"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy's, of the interpreter
+]
