@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -61,9 +62,14 @@ def combined_scale(scale: Tensor, global_scale: Tensor, layout: Layout) -> Tenso
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """The float32 entries of packed bytes: (rows, bytes) uint8 to (rows, 2 * bytes); signed zeros keep their sign."""
-    one = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=packed.device)
-    pairs = torch.stack([one.repeat(16), one.repeat_interleave(16)], dim=1)  # by byte: low bits, high bits
-    return pairs.index_select(0, packed.flatten().int()).reshape(len(packed), 2 * packed.shape[1])
+    return _pairs(packed.device).index_select(0, packed.flatten().int()).reshape(len(packed), 2 * packed.shape[1])
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two entries of each byte, low bits first; made once, since a graph capture allows no copy from the host."""
+    one = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=device)
+    return torch.stack([one.repeat(16), one.repeat_interleave(16)], dim=1)
 
 
 def check_groups(hidden_size: int) -> None:

@@ -83,9 +83,16 @@ def empty_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def contract_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Refuse what flashinfer refuses, then answer with torch_topk: stands in for flashinfer on CPU tensors."""
+    """Refuse what flashinfer refuses, then answer as it does: stands in for flashinfer on CPU tensors.
+
+    Values rank by their bits: NaN first or last by its sign, +0 before -0. Of equal ones the lower column comes first,
+    which flashinfer does not promise.
+    """
     check_topk_contract(logits, k)
-    return torch_topk(logits, k)
+    bits = logits.view(torch.int32 if logits.dtype is torch.float32 else torch.int16)
+    order = torch.where(bits < 0, torch.iinfo(bits.dtype).min - 1 - bits.long(), bits.long())
+    columns = torch.topk(order * 2**32 - torch.arange(logits.shape[1], device=logits.device), k).indices
+    return logits.gather(-1, columns), columns
 
 
 def check_topk_contract(logits: Tensor, k: int) -> None:

@@ -1,6 +1,6 @@
 """Top-k: the canonical order, the contract that flashinfer holds callers to, and the guards around it."""
 
-from math import inf, nan
+from math import inf, isnan, nan
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +53,27 @@ def test_torchs_top_k_gives_the_same_values_and_columns_that_hold_them(row, data
     assert len(set(columns[0].tolist())) == k
 
 
-@pytest.mark.parametrize("kernel", [canonical_topk, torch_topk, contract_topk])
+@given(
+    row=st.lists(st.sampled_from([-inf, -2.0, -0.0, 0.0, 1.5, inf, nan, -nan]), min_size=1, max_size=12), data=st.data()
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_contract_ranks_by_bits_with_nan_first_or_last_by_its_sign(dtype, row, data):
+    logits, k = torch.tensor([row], dtype=dtype), data.draw(st.integers(1, len(row)))
+
+    def rank(column):
+        value, negative = logits[0, column].item(), logits[0, column].signbit().item()
+        return (
+            (inf if isnan(value) else abs(value), isnan(value), 1)
+            if not negative
+            else (-inf if isnan(value) else value, -isnan(value), 0)
+        )
+
+    values, columns = contract_topk(logits, k)
+    assert columns.tolist() == [sorted(range(len(row)), key=rank, reverse=True)[:k]]
+    assert torch.equal(values.view(torch.uint8), logits.gather(1, columns).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kernel", [canonical_topk, torch_topk])
 def test_a_nan_always_survives_so_that_its_row_can_be_found_invalid(kernel):
     for bad in [nan, -nan]:
         values, columns = kernel(torch.tensor([[5.0, bad, 7.0], [5.0, 6.0, 7.0]]), 1)

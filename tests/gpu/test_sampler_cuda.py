@@ -6,17 +6,18 @@ import torch
 from tpbed.selector.head import DenseHead
 from tpbed.selector.lattice import TransitionTables
 from tpbed.selector.packed import keyed_topk
-from tpbed.selector.quantized import Fp8Head
+from tpbed.selector.quantized import FORMATS
 from tpbed.selector.sampler import DraftSampler, Eager
 from tpbed.selector.shard import VocabShard
-from tpbed.selector.topk import flashinfer_topk, torch_topk
+from tpbed.selector.topk import flashinfer_topk, has_flashinfer, torch_topk
+from tpbed.selector.triton_topk import triton_topk
 from tpbed.selector.walk import DraftParams, Noise
 from tpbed.tp.simulated import SimulatedWorld
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 VOCAB, UNITS, R, K, SLOTS = 4000, 256, 32, 16, 7
-HEADS = {"dense": DenseHead, "fp8": Fp8Head}
-TOPKS = {"keyed": keyed_topk, "torch": torch_topk, "flashinfer": flashinfer_topk}
+TOPKS = {"keyed": keyed_topk, "torch": torch_topk, "flashinfer": flashinfer_topk, "triton": triton_topk}
+HEADS = ["dense", *FORMATS]
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -27,8 +28,11 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 def sampler_of(
     rank: int = 0, world_size: int = 1, *, head: str = "dense", topk: str = "keyed", **options
 ) -> DraftSampler:
-    shard = VocabShard.even(rank, world_size, VOCAB, pad_to=64 * world_size)
-    built = HEADS[head].from_full(draw(4, VOCAB, UNITS), shard, padding=9.0)
+    shard, weight = VocabShard.even(rank, world_size, VOCAB, pad_to=128 * world_size), draw(4, VOCAB, UNITS)
+    if head == "dense":
+        built = DenseHead.from_full(weight, shard, padding=9.0)
+    else:
+        built = FORMATS[head].head(FORMATS[head].pack(weight), shard)
     tables = TransitionTables(projection=draw(1, R, UNITS), predecessor=draw(2, VOCAB, R), successor=draw(3, VOCAB, R))
     return DraftSampler(built, tables, k=K, slots=SLOTS, topk=TOPKS[topk], **options)
 
@@ -56,8 +60,10 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("rule", ["gumbel", "inverse_cdf"])
 @pytest.mark.parametrize("topk", list(TOPKS))
-@pytest.mark.parametrize("head", list(HEADS))
+@pytest.mark.parametrize("head", HEADS)
 def test_a_graph_proposes_what_is_proposed_without_one_batch_after_batch(head, topk, rule):
+    if topk == "flashinfer" and not has_flashinfer():
+        pytest.skip("flashinfer is not installed: pip install 'tpbed[gpu]'")
     captured = sampler_of(head=head, topk=topk, noise=rule)
     eager = sampler_of(head=head, topk=topk, noise=rule, eager=True)
     assert captured.captured and eager.reasons == (Eager.ASKED,)
@@ -86,17 +92,21 @@ def test_a_batch_beyond_the_captured_size_is_proposed_eagerly_and_alike():
 
 
 @pytest.mark.parametrize("merge", ["two_gather", "packed", "full_gather"])
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_simulated_ranks_capture_what_lies_before_and_after_the_collectives(world_size, merge):
+@pytest.mark.parametrize(
+    ("world_size", "head", "topk"),
+    [(2, "dense", "keyed"), (8, "dense", "triton"), *[(4, head, "triton") for head in HEADS]],
+)
+def test_simulated_ranks_capture_what_lies_before_and_after_the_collectives(world_size, head, topk, merge):
     given = batch(1, 3)
 
     def program(rank: int):
-        sampler = sampler_of(rank, world_size, merge=merge)
+        sampler = sampler_of(rank, world_size, head=head, topk=topk, merge=merge)
         assert sampler.captured
         sampler.propose(*batch(7, 5))  # leaves the buffers full
         found = sampler.propose(*given)
         assert found.eager is None
-        return same(found, sampler_of(rank, world_size, merge=merge, eager=True).propose(*given)), found.ids.tolist()
+        eager = sampler_of(rank, world_size, head=head, topk=topk, merge=merge, eager=True)
+        return same(found, eager.propose(*given)), found.ids.tolist()
 
     results = SimulatedWorld(world_size, device="cuda:0").run(program)
     assert all(end is not None and end.how == "returned" for end in (ledger.end for ledger in results.ledgers)), [
