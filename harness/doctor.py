@@ -139,7 +139,65 @@ def _flashinfer() -> list[Fact]:
     if version is None or util.find_spec("flashinfer") is None:
         remedy = "needed for its radix top-k on a GPU: pip install 'tpbed[gpu]'"
         return [Fact(name="flashinfer", found="not installed", remedy=remedy)]
-    return [Fact(name="flashinfer", found=version)]
+    return [Fact(name="flashinfer", found=version), _flashinfer_kernel()]
+
+
+def _flashinfer_kernel() -> Fact:
+    """Whether its top-k is compiled already, or can be: it is at the first call, which takes minutes."""
+    ready = next((path for path in _compiled_topks() if path.is_file()), None)
+    if ready is not None:
+        return Fact(name="flashinfer's top-k", found=f"compiled: {ready}")
+    tools = {name: shutil.which(name) for name in ("nvcc", "ninja")}
+    tools["nvcc"] = tools["nvcc"] or shutil.which("nvcc", path=str(Path(_cuda_home()) / "bin"))
+    lacking = [name for name, path in tools.items() if path is None]
+    if lacking:
+        remedy = f"put {' and '.join(lacking)} on PATH (CUDA's toolkit; pip install ninja), or install flashinfer-jit-cache"
+        return Fact(name="flashinfer's top-k", found="not compiled, and cannot be here", remedy=remedy)
+    found = f"not compiled: the first call does it with {tools['nvcc']}, in minutes of one core for each architecture"
+    return Fact(name="flashinfer's top-k", found=found)
+
+
+def _compiled_topks() -> list[Path]:
+    """Where flashinfer finds its top-k: beside it, in its package of compiled kernels, or in its cache."""
+    home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
+    spec = util.find_spec("flashinfer")
+    beside = [Path(place) / "data" / "aot" for place in (spec.submodule_search_locations or [] if spec else [])]
+    built = util.find_spec("flashinfer_jit_cache")
+    beside += [Path(place) / "jit_cache" for place in (built.submodule_search_locations or [] if built else [])]
+    cached = (home / ".cache" / "flashinfer").glob("*/*/cached_ops")
+    return [folder / "topk" / "topk.so" for folder in [*beside, *cached]]
+
+
+def _cuda_home() -> str:
+    return os.environ.get("CUDA_HOME", "/usr/local/cuda")
+
+
+def _triton() -> list[Fact]:
+    """For the top-k of our own, and for FP8 products that are scaled after the fact."""
+    version = _version("triton")
+    if version is None or util.find_spec("triton") is None:
+        remedy = "needed for the canonical top-k on a GPU: install a torch that is built for CUDA, which brings it"
+        return [Fact(name="triton", found="not installed", remedy=remedy)]
+    return [Fact(name="triton", found=version)]
+
+
+def _gpu_part() -> list[Fact]:
+    """What the kernels of this machine's GPUs can do; nothing where there is none, which `GPUs` says."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    oldest = min(((gpu.major, gpu.minor) for gpu in found), default=None)
+    if oldest is None:
+        return []
+    name = f"sm_{oldest[0]}{oldest[1]}"
+    return [
+        _capability("top-k kernels", oldest >= (8, 0), name, "8.0", "flashinfer's and Triton's top-k in bfloat16"),
+        _capability("FP8 products", oldest >= (9, 0), name, "9.0", "W8A8; below it FP8 heads run as W8A16, slowly"),
+        _capability("NVFP4 products", oldest >= (10, 0), name, "10.0", "W4A4; below it NVFP4 heads run as W4A16"),
+    ]
+
+
+def _capability(name: str, there: bool, found: str, least: str, serves: str) -> Fact:
+    remedy = "" if there else f"needs compute capability {least} or higher: {serves}"
+    return Fact(name=name, found=f"{'yes' if there else 'no'}, with {found}", remedy=remedy)
 
 
 def _py_spy() -> list[Fact]:
@@ -247,7 +305,9 @@ PROBES: tuple[Callable[[], list[Fact]], ...] = (
     _ports,
     _kernel,
     _gpus,
+    _gpu_part,
     _flashinfer,
+    _triton,
     _py_spy,
     _real_inputs,
 )
