@@ -111,7 +111,7 @@ def _gpus() -> list[Fact]:
     count = torch.cuda.device_count()
     remedy = "needed for nccl and for kernels on a device: a GPU, its driver, and a torch that is built for CUDA"
     total = Fact(name="GPUs", found=str(count or "none"), limits={"nccl": count}, remedy="" if count else remedy)
-    return [total, *(_gpu(index) for index in range(count))]
+    return [total, *(_gpu(index) for index in range(count)), *_capabilities()]
 
 
 def _gpu(index: int) -> Fact:
@@ -120,6 +120,24 @@ def _gpu(index: int) -> Fact:
     uuid = getattr(seen, "uuid", "uuid not known")
     found = f"{seen.name}, {uuid}, {total / GiB:.0f} GiB, {free / GiB:.0f} GiB of it free, sm_{seen.major}{seen.minor}"
     return Fact(name=f"GPU {index}", found=found)
+
+
+def _capabilities() -> list[Fact]:
+    """What the kernels of this machine's GPUs can do; nothing where there is none, which `GPUs` says."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    oldest = min(((gpu.major, gpu.minor) for gpu in found), default=None)
+    if oldest is None:
+        return []
+    name = f"sm_{oldest[0]}{oldest[1]}"
+    return [
+        _capability("top-k kernels", oldest >= (8, 0), name, "8.0", "flashinfer's and Triton's top-k in bfloat16"),
+        _capability("FP8 products", oldest >= (9, 0), name, "9.0", "W8A8; below it FP8 heads run as W8A16, slowly"),
+    ]
+
+
+def _capability(name: str, there: bool, found: str, least: str, serves: str) -> Fact:
+    remedy = "" if there else f"needs compute capability {least} or higher: {serves}"
+    return Fact(name=name, found=f"{'yes' if there else 'no'}, with {found}", remedy=remedy)
 
 
 def _backends() -> list[Fact]:
@@ -148,10 +166,10 @@ def _flashinfer_kernel() -> Fact:
     if ready is not None:
         return Fact(name="flashinfer's top-k", found=f"compiled: {ready}")
     tools = {name: shutil.which(name) for name in ("nvcc", "ninja")}
-    tools["nvcc"] = tools["nvcc"] or shutil.which("nvcc", path=str(Path(_cuda_home()) / "bin"))
+    tools["nvcc"] = tools["nvcc"] or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
     lacking = [name for name, path in tools.items() if path is None]
     if lacking:
-        remedy = f"put {' and '.join(lacking)} on PATH (CUDA's toolkit; pip install ninja), or install flashinfer-jit-cache"
+        remedy = f"put {' and '.join(lacking)} on PATH (from CUDA's toolkit and PyPI), or install flashinfer-jit-cache"
         return Fact(name="flashinfer's top-k", found="not compiled, and cannot be here", remedy=remedy)
     found = f"not compiled: the first call does it with {tools['nvcc']}, in minutes of one core for each architecture"
     return Fact(name="flashinfer's top-k", found=found)
@@ -159,45 +177,26 @@ def _flashinfer_kernel() -> Fact:
 
 def _compiled_topks() -> list[Path]:
     """Where flashinfer finds its top-k: beside it, in its package of compiled kernels, or in its cache."""
+    beside = [folder / "data" / "aot" for folder in _folders("flashinfer")]
+    packaged = [folder / "jit_cache" for folder in _folders("flashinfer_jit_cache")]
     home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
-    spec = util.find_spec("flashinfer")
-    beside = [Path(place) / "data" / "aot" for place in (spec.submodule_search_locations or [] if spec else [])]
-    built = util.find_spec("flashinfer_jit_cache")
-    beside += [Path(place) / "jit_cache" for place in (built.submodule_search_locations or [] if built else [])]
     cached = (home / ".cache" / "flashinfer").glob("*/*/cached_ops")
-    return [folder / "topk" / "topk.so" for folder in [*beside, *cached]]
+    return [folder / "topk" / "topk.so" for folder in [*beside, *packaged, *cached]]
 
 
-def _cuda_home() -> str:
-    return os.environ.get("CUDA_HOME", "/usr/local/cuda")
+def _folders(package: str) -> list[Path]:
+    """Where an installed package lies; nothing is imported."""
+    spec = util.find_spec(package)
+    return [Path(place) for place in (spec.submodule_search_locations if spec else None) or []]
 
 
 def _triton() -> list[Fact]:
     """For the top-k of our own, and for FP8 products that are scaled after the fact."""
     version = _version("triton")
     if version is None or util.find_spec("triton") is None:
-        remedy = "needed for the canonical top-k on a GPU: install a torch that is built for CUDA, which brings it"
+        remedy = "needed for the canonical top-k on a GPU: pip install triton; a torch that is built for CUDA brings it"
         return [Fact(name="triton", found="not installed", remedy=remedy)]
     return [Fact(name="triton", found=version)]
-
-
-def _gpu_part() -> list[Fact]:
-    """What the kernels of this machine's GPUs can do; nothing where there is none, which `GPUs` says."""
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    oldest = min(((gpu.major, gpu.minor) for gpu in found), default=None)
-    if oldest is None:
-        return []
-    name = f"sm_{oldest[0]}{oldest[1]}"
-    return [
-        _capability("top-k kernels", oldest >= (8, 0), name, "8.0", "flashinfer's and Triton's top-k in bfloat16"),
-        _capability("FP8 products", oldest >= (9, 0), name, "9.0", "W8A8; below it FP8 heads run as W8A16, slowly"),
-        _capability("NVFP4 products", oldest >= (10, 0), name, "10.0", "W4A4; below it NVFP4 heads run as W4A16"),
-    ]
-
-
-def _capability(name: str, there: bool, found: str, least: str, serves: str) -> Fact:
-    remedy = "" if there else f"needs compute capability {least} or higher: {serves}"
-    return Fact(name=name, found=f"{'yes' if there else 'no'}, with {found}", remedy=remedy)
 
 
 def _py_spy() -> list[Fact]:
@@ -305,7 +304,6 @@ PROBES: tuple[Callable[[], list[Fact]], ...] = (
     _ports,
     _kernel,
     _gpus,
-    _gpu_part,
     _flashinfer,
     _triton,
     _py_spy,

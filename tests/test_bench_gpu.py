@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from triton_place import COMPILED, PLACE
+from triton_place import COMPILED, PLACE, quiet_interpreter
 
 from tpbed.harness import bench_gpu, cli
 from tpbed.harness.bench_gpu import FLOOR, PADDING, Asked, Case, Contender, Figure, Geometry, GpuReport, cases, judge
@@ -26,7 +26,7 @@ def values_of(answer):
 
 
 @pytest.mark.parametrize(("part", "tps"), [("head", (1, 2)), ("topk", (1, 2)), ("merge", (2,)), ("sweep", (8,))])
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@quiet_interpreter
 def test_what_is_compared_finds_the_same_values(part, tps):
     for case in cases(Asked(parts=(part,), tps=tps, rows=(7,), geometry=TINY), PLACE):
         found = {name: values_of(contender.call(0)).cpu() for name, contender in case.contenders.items()}

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,7 @@ def test_a_torch_without_a_backend_is_told_and_limits_that_world_alone(monkeypat
         ("greenlet", "greenlet", {"sim": 0}),
         ("gguf", "gguf", {}),
         ("flashinfer-python", "flashinfer", {}),
+        ("triton", "triton", {}),
     ],
 )
 def test_a_package_that_is_missing_limits_what_needs_it(monkeypatch, package, name, limits):
@@ -131,10 +133,59 @@ def test_a_package_that_is_missing_limits_what_needs_it(monkeypatch, package, na
     assert "pip install" in found.remedy
 
 
-def test_flashinfer_is_told_with_its_version(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: "0.6.0")
-    monkeypatch.setattr(doctor.util, "find_spec", lambda name: object())
+@pytest.fixture
+def flashinfer(monkeypatch, tmp_path):
+    """An installed flashinfer that is not compiled, on a machine without tools; its folder."""
+    there = doctor.util.find_spec
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "flashinfer")])
+    specs = {"flashinfer": spec, "flashinfer_jit_cache": None}
+    monkeypatch.setattr(doctor.util, "find_spec", lambda name: specs[name] if name in specs else there(name))
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.6.0" if name == "flashinfer-python" else version(name))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    return tmp_path / "flashinfer"
+
+
+def test_flashinfer_is_told_with_its_version(flashinfer):
     assert (fact("flashinfer").found, fact("flashinfer").state) == ("0.6.0", "ok")
+
+
+@pytest.mark.parametrize(
+    "place", ["flashinfer/data/aot/topk/topk.so", ".cache/flashinfer/0.6.0/90a/cached_ops/topk/topk.so"]
+)
+def test_a_compiled_top_k_is_told_with_its_place(flashinfer, place):
+    built = flashinfer.parent / place
+    built.parent.mkdir(parents=True)
+    built.touch()
+    assert (fact("flashinfer's top-k").found, fact("flashinfer's top-k").state) == (f"compiled: {built}", "ok")
+
+
+def test_a_top_k_that_cannot_be_compiled_is_told_with_what_is_missing(flashinfer):
+    assert fact("flashinfer's top-k").state == "note"
+    assert "put nvcc and ninja on PATH" in fact("flashinfer's top-k").remedy
+
+
+def test_a_top_k_that_is_compiled_at_its_first_call_is_told_with_the_compiler(flashinfer, monkeypatch):
+    home = {"nvcc": "/opt/cuda/bin/nvcc"}
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    monkeypatch.setattr(
+        doctor.shutil,
+        "which",
+        lambda name, path=None: home.get(name) if path == "/opt/cuda/bin" else {"ninja": "/bin/ninja"}.get(name),
+    )
+    assert fact("flashinfer's top-k").state == "ok" and "/opt/cuda/bin/nvcc" in fact("flashinfer's top-k").found
+
+
+@pytest.mark.parametrize(
+    ("capability", "states"), [((7, 5), ["note", "note"]), ((8, 9), ["ok", "note"]), ((9, 0), ["ok", "ok"])]
+)
+def test_the_oldest_gpu_says_which_kernels_can_run(monkeypatch, capability, states):
+    seen = [SimpleNamespace(major=major, minor=minor) for major, minor in [(9, 0), capability]]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", seen.__getitem__)
+    monkeypatch.setattr(doctor, "_gpu", lambda index: Fact(name=f"GPU {index}", found="here"))
+    assert [fact("top-k kernels").state, fact("FP8 products").state] == states
 
 
 @pytest.mark.parametrize(("there", "state"), [("/opt/bin/py-spy", "ok"), (None, "note")])

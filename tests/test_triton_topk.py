@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from triton_place import COMPILED, PLACE, needs_triton
+from triton_place import COMPILED, PLACE, quiet_interpreter, require_triton
 
 from tpbed.selector.candidates import takes_keys
 from tpbed.selector.errors import SelectionError
@@ -21,7 +21,8 @@ from tpbed.selector.topk import canonical_topk
 from tpbed.selector.triton_topk import MAX_K, TritonTopK, triton_topk
 from tpbed.tp.simulated import SimulatedWorld
 
-pytestmark = needs_triton
+require_triton()
+pytestmark = quiet_interpreter
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 AWKWARD = [-inf, inf, nan, -nan, 0.0, -0.0, 1.0, 1.0, -1.0, 65504.0, -65504.0]
 SHAPES = ((1, 1, None), (40, 5, 32), (700, 16, 32), (700, 64, 64), (3000, 16, None))

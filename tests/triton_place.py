@@ -12,7 +12,10 @@ PLACE = torch.device("cuda" if COMPILED else "cpu")
 if not COMPILED:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are loaded
 
-needs_triton = [
-    pytest.mark.skipif(not has_triton(), reason="triton is not installed: pip install triton, for its interpreter"),
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy's, of the interpreter
-]
+quiet_interpreter = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's
+
+
+def require_triton() -> None:
+    """Skip the whole module that calls this, with one line that says why and what to do."""
+    if not has_triton():
+        pytest.skip("triton is not installed: pip install triton, for its interpreter", allow_module_level=True)

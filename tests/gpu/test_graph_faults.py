@@ -59,7 +59,8 @@ def sampler(rank, **options):
 
 def batch(seed):
     every = torch.arange(2, device="cuda")
-    return draw(seed, 2, SLOTS, UNITS), every, DraftParams.alike(2, device="cuda"), Noise(rule="gumbel", seeds=every, positions=every)
+    params, noise = DraftParams.alike(2, device="cuda"), Noise(rule="gumbel", seeds=every, positions=every)
+    return draw(seed, 2, SLOTS, UNITS), every, params, noise
 
 def program(rank):
     captured, eager = sampler(rank), sampler(rank, eager=True)

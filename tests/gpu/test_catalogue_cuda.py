@@ -1,0 +1,45 @@
+"""The catalogue on simulated ranks that share a device, with its kernels: each scenario shows what it claims there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tpbed.harness.runner import run_scenario
+from tpbed.harness.smollm2 import missing_checkpoint
+from tpbed.scenarios import CATALOGUE
+from tpbed.selector.topk import has_flashinfer
+from tpbed.selector.triton_topk import has_triton
+from tpbed.tp.simulated import SimulatedWorld
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PLACE = "cuda:0"
+SIMULATED = {name: scenario for name, scenario in CATALOGUE.items() if "sim" in scenario.worlds}
+CONTRACT = [name for name, scenario in SIMULATED.items() if scenario.topk == "contract"]
+CANONICAL = [name for name, scenario in SIMULATED.items() if scenario.topk == "canonical"]
+
+
+def check(name: str, **changes: str) -> None:
+    if name.startswith("real/") and missing_checkpoint():
+        pytest.skip(missing_checkpoint())
+    scenario = replace(SIMULATED[name], **changes)
+    with SimulatedWorld(scenario.world_size, device=PLACE) as world:
+        verdict = run_scenario(world, scenario, seed=7)
+    assert verdict.status == "PASS", (verdict.unexpected, verdict.not_found, verdict.doubts)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_every_scenario_shows_on_a_device_what_it_claims(name):
+    check(name)
+
+
+@pytest.mark.skipif(not has_flashinfer(), reason="flashinfer is not installed: pip install 'tpbed[gpu]'")
+@pytest.mark.parametrize("name", CONTRACT)
+def test_scenarios_of_the_contract_show_the_same_with_the_kernel_whose_contract_it_is(name):
+    check(name, topk="default")
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed: install a torch that is built for CUDA")
+@pytest.mark.parametrize("name", CANONICAL)
+def test_scenarios_of_the_canonical_order_show_the_same_with_the_triton_kernels(name):
+    check(name, topk="triton")
