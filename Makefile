@@ -14,10 +14,10 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(FITS)' 2>/dev/null 
 NARROW = $(strip $(patsubst %,'%',$(SCENARIO)) $(if $(TP),--tp $(TP)) \
   $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)))
 
-.PHONY: help venv test-tp test lint fmt types check wheel clean
+.PHONY: help venv test-tp test test-gpu bench-gpu lint fmt types check wheel clean
 
 help:  ## these lines
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(READY)  ## set up .venv, again only when pyproject.toml or constraints.txt changed; PYTHON=python3.11 chooses
 
@@ -35,6 +35,13 @@ test-tp: $(READY)  ## run the scenarios; TP=4 SCENARIO='hang/*' WORLD=sim SEED=7
 
 test: $(READY)  ## run the tests of tpbed itself; ARGS='-k head' goes to pytest
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+
+test-gpu: $(READY)  ## run the tests of kernels on this machine's GPU, one process; fails where a GPU, triton or flashinfer is missing
+	@$(BIN)/python ci/needs_gpu.py
+	$(BIN)/python -m pytest -n 0 -rs tests/gpu tests/test_simulated_cuda.py tests/test_triton_topk.py tests/test_bench_gpu.py $(ARGS)
+
+bench-gpu: $(READY)  ## measure the selector on this machine's GPU, minutes; ARGS='--part head --tp 8' narrows it
+	$(BIN)/tpbed bench gpu $(ARGS)
 
 lint: $(READY)  ## look for mistakes, and for code that `make fmt` would change
 	$(BIN)/python -m ruff check
