@@ -164,15 +164,15 @@ def _flashinfer_kernel() -> Fact:
     """Whether its top-k is compiled already, or can be: it is at the first call, which takes minutes."""
     ready = next((path for path in _compiled_topks() if path.is_file()), None)
     if ready is not None:
-        return Fact(name="flashinfer's top-k", found=f"compiled: {ready}")
+        return Fact(name="flashinfer top-k", found=f"compiled: {ready}")
     tools = {name: shutil.which(name) for name in ("nvcc", "ninja")}
     tools["nvcc"] = tools["nvcc"] or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
     lacking = [name for name, path in tools.items() if path is None]
     if lacking:
         remedy = f"put {' and '.join(lacking)} on PATH (from CUDA's toolkit and PyPI), or install flashinfer-jit-cache"
-        return Fact(name="flashinfer's top-k", found="not compiled, and cannot be here", remedy=remedy)
+        return Fact(name="flashinfer top-k", found="not compiled, and cannot be here", remedy=remedy)
     found = f"not compiled: the first call does it with {tools['nvcc']}, in minutes of one core for each architecture"
-    return Fact(name="flashinfer's top-k", found=found)
+    return Fact(name="flashinfer top-k", found=found)
 
 
 def _compiled_topks() -> list[Path]:

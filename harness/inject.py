@@ -113,7 +113,7 @@ class Injector:
         """The top-k that this rank is given: the scenario's, and what happens to the logits on their way to it."""
         given = TOPKS[self._plan.scenario.topk] or default_topk(self._context.device)
         strikes = any(isinstance(fault, Nudge | Spin) for _, fault in self._faults)
-        return PlannedTopK(given, self._before_topk if strikes or self._overwrites else None, self._width)
+        return PlannedTopK(given, self._before_topk, self._width) if strikes or self._overwrites else given
 
     def _before_topk(self, logits: Tensor) -> None:
         """Do to this rank's logits what is planned for the step; what it strikes, once in each step."""
@@ -153,15 +153,15 @@ class Injector:
 
 
 class PlannedTopK:
-    """A top-k that a plan disturbs. disturb: does to a rank's logits what is planned; None: nothing is."""
+    """A top-k that a plan disturbs. disturb: does to a rank's logits what is planned."""
 
-    def __init__(self, given: TopK, disturb: Callable[[Tensor], None] | None, width: int) -> None:
+    def __init__(self, given: TopK, disturb: Callable[[Tensor], None], width: int) -> None:
         self.disturb, self._given, self._width = disturb, given, width
         self.__name__ = getattr(given, "__name__", "topk")
 
     def __call__(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Those of gathered logits, wider than the shard, are not this rank's own: they are not disturbed again."""
-        if self.disturb is not None and logits.shape[-1] <= self._width:
+        if logits.shape[-1] <= self._width:
             self.disturb(logits)
         return self._given(logits, k)
 
