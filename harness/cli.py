@@ -121,7 +121,7 @@ FaultTexts = Annotated[
     ),
 ]
 SelectorName = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="MODULE:FUNCTION",
         help="The selector to run instead of the scenarios' own: package.module:function, or the name of one of ours. "
@@ -194,7 +194,7 @@ def _lines_of(told: dict[str, Any]) -> Iterator[str]:
 def run(
     targets: Targets = None,
     fault: FaultTexts = None,
-    selector: SelectorName = "",
+    selector: SelectorName = None,
     world: Annotated[
         str,
         typer.Option(metavar="auto|sim|gloo|nccl", help="Where ranks live; auto: nccl if it has the GPUs, else gloo."),
@@ -229,7 +229,9 @@ def run(
         raise UsageError(f"nobody decides who runs next in --world {world}: --schedule needs --world sim.")
     if placement not in PLACEMENTS:
         raise UsageError(f"unknown placement {placement!r}: give one of {', '.join(PLACEMENTS)}.")
-    changes = Changes(faults=read_faults(fault or []), selector=selector)
+    if selector == "":
+        raise UsageError("--selector names nothing: give package.module:function, or leave it out.")
+    changes = Changes(faults=read_faults(fault or []), selector=selector or "")
     plans = choose_plans(targets or [], load_catalogue(), seed=seed, schedule=schedule, tp=tp, changes=changes)
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:

@@ -28,7 +28,7 @@ def find_function(target: str, *, is_no: str) -> Callable[..., Any]:
         sys.path.insert(0, folder)
     try:
         function: Callable[..., Any] = attrgetter(name)(import_module(module))
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise FunctionError(
             f"{target} {is_no} ({type(error).__name__}: {error}): give package.module:function, from the "
             "working folder or what is installed."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tpbed.harness.scenario import Scenario
+from tpbed.harness.scenario import Scenario, ScenarioError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,16 @@ class Plan:
     asked: tuple[str, ...] = ()  # the words after `tpbed run` that give this plan; none: the scenario's name and seed
     row_order: tuple[int, ...] = ()  # the rows that each step shows, of those it has; empty: all, as they come
     shard_order: tuple[int, ...] = ()  # whose shard each rank holds; empty: its own
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        wrong = sorted({row for row in self.row_order if not 0 <= row < scenario.rows})
+        if wrong:
+            raise ScenarioError(f"{scenario.name}: row_order has {wrong}, and there are rows 0 to {scenario.rows - 1}.")
+        if self.shard_order and sorted(self.shard_order) != list(range(scenario.world_size)):
+            raise ScenarioError(
+                f"{scenario.name}: shard_order={self.shard_order} of {scenario.world_size} ranks: name each rank once."
+            )
 
 
 def make_plan(scenario: Scenario, *, seed: int, schedule: str = "") -> Plan:

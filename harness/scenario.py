@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,9 @@ Logits = Literal["distinct", "negative", "tied", "equal", "gaussian", "smollm2"]
 Ties = Literal["canonical", "equivalent"]
 EVERYWHERE: tuple[WorldName, ...] = ("sim", "gloo", "nccl")
 PROCESSES: tuple[WorldName, ...] = ("gloo", "nccl")
+LONGEST_S = 86_400.0  # what a fault or a deadline can last
+_NAME = re.compile(r"(?!.*\.\.)[\w.\- ]+(/[\w.\- ]+)*")  # of a folder below the one for records
+_LIMITS = {"seconds": (0, LONGEST_S), "times": (1, 10**9), "seq": (1, 10**9)}  # of the numbers of faults
 
 KINDS = {
     0: "nothing goes wrong",
@@ -100,20 +105,33 @@ class Scenario:
     schedule: str = ""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ScenarioError(f"{self.name}: world_size={self.world_size}: give 1 or more.")
+        for wrong in (*self._wrong_numbers(), *self._wrong_faults()):
+            raise ScenarioError(f"{self.name or 'a scenario'}: {wrong}")
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        if self.name and not _NAME.fullmatch(self.name):
+            yield f"name={self.name!r}: give words of letters, digits, '.', '_' and '-', with '/' between them."
+        for name, least in (("world_size", 1), ("steps", 1), ("rows", 0)):
+            if getattr(self, name) < least:
+                yield f"{name}={getattr(self, name)}: give {least} or more."
+        if not 0 < self.stall_after_s <= LONGEST_S:
+            yield f"stall_after_s={self.stall_after_s}: give more than 0 and at most {LONGEST_S:,} seconds."
         if self.schedule and self.worlds != ("sim",):
-            raise ScenarioError(
-                f"{self.name}: schedule={self.schedule!r} needs worlds=('sim',): no other can follow it."
-            )
-        for fault in self.faults:
-            if not 0 <= fault.rank < self.world_size:
-                raise ScenarioError(
-                    f"{self.name}: a fault strikes rank {fault.rank}, and world_size={self.world_size} has ranks 0 to "
-                    f"{self.world_size - 1}: give the fault one of these."
-                )
+            yield f"schedule={self.schedule!r} needs worlds=('sim',): no other can follow it."
         if self.logits not in ("gaussian", "smollm2") and self.rows > self.hidden_size:
-            raise ScenarioError(
-                f"{self.name}: rows={self.rows} of planted logits need as many hidden dimensions, and hidden_size is "
+            yield (
+                f"rows={self.rows} of planted logits need as many hidden dimensions, and hidden_size is "
                 f"{self.hidden_size}: use fewer rows, a larger hidden_size, or logits='gaussian'."
             )
+
+    def _wrong_faults(self) -> Iterator[str]:
+        for fault in self.faults:
+            if not 0 <= fault.rank < self.world_size:
+                yield (
+                    f"a fault strikes rank {fault.rank}, and world_size={self.world_size} has ranks 0 to "
+                    f"{self.world_size - 1}: give the fault one of these."
+                )
+            for name, (least, most) in _LIMITS.items():
+                given = getattr(fault, name, None)
+                if given is not None and not least <= given <= most:
+                    yield f"{fault.kind} with {name}={given}: give {least:,} to {most:,}."

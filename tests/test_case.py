@@ -171,3 +171,48 @@ def test_pytest_skips_a_case_that_its_world_cannot_express_and_says_which_can(py
     outcome = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", "-rs", "real.tpbed.json")
     outcome.assert_outcomes(skipped=1)
     outcome.stdout.fnmatch_lines(["*sim cannot express it: give --tp-world gloo*"])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "plan", "told"),
+    [
+        ({"name": "../../else/where"}, {}, "name='../../else/where': give words of letters"),
+        ({"name": "/else/where"}, {}, "name='/else/where': give words of letters"),
+        ({"steps": 0}, {"step_seeds": ()}, "steps=0"),
+        ({"rows": -1}, {}, "rows=-1"),
+        ({"stall_after_s": -1.0}, {}, "stall_after_s=-1.0: give more than 0"),
+        ({}, {"row_order": (99,)}, "row_order has [99], and there are rows 0 to 3"),
+        ({}, {"shard_order": (0, 0)}, "name each rank once"),
+    ],
+)
+def test_a_file_with_what_no_run_can_have_is_no_case(file, tpbed, scenario, plan, told):
+    path = Path(file(PLAIN))
+    given = json.loads(path.read_text())
+    given["plan"] |= plan
+    given["plan"]["scenario"] |= scenario
+    path.write_text(json.dumps(given))
+    status, out, err = tpbed("run", path, "--world", "sim", "--out", "kept", "--keep")
+    assert (status, out) == (2, "") and "is no case" in err and told in err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("delay@rank=0,seq=1,ms=-5", "delay with seconds=-0.005: give 0 to 86,400.0."),
+        ("delay@rank=0,seq=1,ms=nan", "delay with seconds=nan"),
+        ("delay@rank=0,seq=1,ms=1e99", "delay with seconds=9.99"),
+        ("raise@rank=0,seq=1,times=0", "raise with times=0: give 1 to"),
+        ("raise@rank=0,seq=0", "raise with seq=0: give 1 to"),
+    ],
+)
+def test_numbers_that_no_fault_can_have_are_usage_errors(tpbed, text, told):
+    status, out, err = tpbed("run", "--fault", text, "--world", "sim")
+    assert (status, out) == (2, "") and told in err
+
+
+def test_a_selector_without_a_name_and_a_module_that_exits_are_usage_errors(tpbed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("leaves_at_once.py").write_text("raise SystemExit(5)")
+    assert tpbed("run", "--selector", "", "--world", "sim")[0] == 2
+    status, _, err = tpbed("run", "healthy/tp1", "--selector", "leaves_at_once:select", "--world", "sim")
+    assert status == 2 and "SystemExit: 5" in err
