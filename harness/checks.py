@@ -15,6 +15,7 @@ from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.inputs import true_logits
 from tpbed.harness.program import ANSWER
 from tpbed.harness.record import RunRecord
+from tpbed.harness.turn import BATCH
 from tpbed.selector.reference import Discrepancy, explain_candidates
 
 
@@ -23,11 +24,13 @@ class Answer:
     """The candidates that one rank reported for one step: ids (rows, k) int64, values (rows, k) float32.
 
     has_values: a selector may give none; they are 0 then, and not judged.
+    batch: how many of the step's rows it had, where its program decides that; None for all.
     """
 
     ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
     has_values: bool = True
+    batch: int | None = None
 
     def fingerprint(self) -> bytes:
         """The same for the same ids and the same bits of the values."""
@@ -41,17 +44,19 @@ def answers_by_step(record: RunRecord) -> dict[int, Answers]:
     """What the ranks reported, by step and rank; a rank that did not get to a step is not in it."""
     steps: dict[int, Answers] = {}
     for ledger in record.ledgers:
+        batches = {mark.step: mark.value for mark in ledger.marks if mark.name == BATCH}
         for mark in ledger.marks:
             if mark.name == ANSWER:
-                steps.setdefault(int(mark.step), {})[ledger.rank] = _answer(mark.value)
+                answer = _answer(mark.value, batches.get(mark.step))
+                steps.setdefault(int(mark.step), {})[ledger.rank] = answer
     return dict(sorted(steps.items()))
 
 
-def _answer(value: dict[str, Any]) -> Answer:
+def _answer(value: dict[str, Any], batch: int | None) -> Answer:
     ids = np.array(value["ids"], dtype=np.int64).reshape(value["shape"])
     if value["values"] is None:
-        return Answer(ids, np.zeros(ids.shape, dtype=np.float32), has_values=False)
-    return Answer(ids, np.array(value["values"], dtype=np.float32).reshape(value["shape"]))
+        return Answer(ids, np.zeros(ids.shape, dtype=np.float32), has_values=False, batch=batch)
+    return Answer(ids, np.array(value["values"], dtype=np.float32).reshape(value["shape"]), batch=batch)
 
 
 def check_ranks_agree(record: RunRecord, steps: dict[int, Answers]) -> list[Finding]:
@@ -112,7 +117,8 @@ def _judge(record: RunRecord, step: int, answer: Answer) -> list[Discrepancy]:
     logits, bound = true_logits(record.plan, step)
     scenario = record.plan.scenario
     ids, values = torch.from_numpy(answer.ids), torch.from_numpy(answer.values) if answer.has_values else None
-    return explain_candidates(ids, values, logits, bound, k=scenario.k, ties=scenario.ties)
+    rows = slice(answer.batch)
+    return explain_candidates(ids, values, logits[rows], bound[rows], k=scenario.k, ties=scenario.ties)
 
 
 def _explain_discrepancy(record: RunRecord, step: int, discrepancy: Discrepancy) -> Finding:

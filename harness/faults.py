@@ -186,6 +186,37 @@ class Spin(_AtStep):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What the rank finds out for itself under a name - its clock, its free memory, its tuning - reads otherwise.
+
+    Programs of harness.serving ask for facts. step: only then; None: whenever it is asked for.
+    """
+
+    rank: int
+    name: str
+    value: bool | int | float | str
+    step: int | None = None
+    kind: Literal["fact"] = "fact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTopK:
+    """The rank's top-k is another back end, by its name in harness.inject.TOPKS."""
+
+    rank: int
+    topk: str
+    kind: Literal["other_topk"] = "other_topk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmasked:
+    """The scenario's overwrites, a constraint mask among them, do not reach the rank's logits."""
+
+    rank: int
+    kind: Literal["unmasked"] = "unmasked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WrongScale:
     """The rank's quantized head carries the scales of another rank's rows."""
 
@@ -195,10 +226,20 @@ class WrongScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaleMethod:
-    """The rank's dense head still carries the quant method of a packed one."""
+class JunkScale:
+    """The rank's one scale is the largest of two slots, the second of which was never written and holds `junk`."""
 
     rank: int
+    junk: float
+    kind: Literal["junk_scale"] = "junk_scale"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleMethod:
+    """The rank's dense head still carries the quant method of another, a class of this name."""
+
+    rank: int
+    method: str = "PackedMethod"
     kind: Literal["stale_method"] = "stale_method"
 
 
@@ -211,11 +252,78 @@ class PackedOnly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Absent:
-    """The rank does not come to the rendezvous of the group: it stays outside, alive ("stall"), or ends there."""
+class NoWeight:
+    """The rank's head keeps its packed weight under another name, and has no attribute `weight`."""
 
     rank: int
-    how: Literal["stall", "stop", "exit", "kill", "crash"] = "stall"
+    kind: Literal["no_weight"] = "no_weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unloaded:
+    """The rank's packed head is never read: a dense weight stands in its place, with whatever its memory held."""
+
+    rank: int
+    kind: Literal["unloaded"] = "unloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleDropped:
+    """The rank's packed head is cast to bfloat16 and served as a dense one, without its scales."""
+
+    rank: int
+    kind: Literal["scale_dropped"] = "scale_dropped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inflated:
+    """The rank's packed head is allocated for world_size times the hidden units."""
+
+    rank: int
+    kind: Literal["inflated"] = "inflated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksFromOwnRow:
+    """The rank counts the blocks of 128 rows that have one scale from the first row of its shard, which cuts one."""
+
+    rank: int
+    kind: Literal["blocks_from_own_row"] = "blocks_from_own_row"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpadded:
+    """The rank's dense weight is allocated for its share of the vocabulary before padding."""
+
+    rank: int
+    kind: Literal["unpadded"] = "unpadded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """The rank's head is captured in its first step, off the stream, and replays that step's logits ever after."""
+
+    rank: int
+    kind: Literal["replayed"] = "replayed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTile:
+    """The rank's head sums its products in two halves, as another tile of the kernel would."""
+
+    rank: int
+    kind: Literal["other_tile"] = "other_tile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """The rank does not come to the rendezvous of the group: it stays outside, alive ("stall"), or ends there.
+
+    "exhaust": it gets no more memory. "port": the port that it was told to listen on is taken.
+    """
+
+    rank: int
+    how: Literal["stall", "stop", "exit", "kill", "crash", "exhaust", "port"] = "stall"
     kind: Literal["absent"] = "absent"
 
 
@@ -256,9 +364,23 @@ CollectiveFault = (
     | Corrupt
 )
 StepFault = Leave | Rows | Nudge | Spin
-HeadFault = WrongScale | StaleMethod | PackedOnly
+HeadFault = (
+    WrongScale
+    | JunkScale
+    | StaleMethod
+    | PackedOnly
+    | NoWeight
+    | Unloaded
+    | ScaleDropped
+    | Inflated
+    | BlocksFromOwnRow
+    | Unpadded
+    | Replayed
+    | OtherTile
+)
+GivenFault = Fact | OtherTopK | Unmasked
 ArrivalFault = Absent | Late
-Fault = CollectiveFault | StepFault | HeadFault | ArrivalFault | Linger
+Fault = CollectiveFault | StepFault | HeadFault | GivenFault | ArrivalFault | Linger
 
 
 def describe(fault: Fault) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import UnionType
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -22,13 +25,15 @@ from tpbed.harness.faults import (
     Exhaust,
     Exit,
     Extra,
+    Fact,
+    HeadFault,
     Kill,
     Late,
     Leave,
     Linger,
     Narrow,
     Nudge,
-    PackedOnly,
+    OtherTopK,
     Pause,
     Quit,
     Raise,
@@ -36,14 +41,15 @@ from tpbed.harness.faults import (
     Rows,
     Skip,
     Spin,
-    StaleMethod,
     Stall,
     Stop,
     Strided,
-    WrongScale,
+    Unmasked,
     describe,
 )
-from tpbed.harness.inputs import build_head, held_shard
+from tpbed.harness.head_faults import give_head
+from tpbed.harness.inputs import held_shard
+from tpbed.harness.kernels import KERNELS
 from tpbed.harness.plan import Plan
 from tpbed.selector.topk import TopK, canonical_topk, contract_topk, default_topk, torch_topk
 from tpbed.selector.triton_topk import triton_topk
@@ -55,6 +61,7 @@ TOPKS: dict[str, TopK | None] = {
     "canonical": canonical_topk,
     "triton": triton_topk,
     "default": None,
+    **KERNELS,
 }
 F = TypeVar("F")
 
@@ -77,6 +84,8 @@ class Injector:
     def arrive(self) -> None:
         """What befalls this rank before it comes to the rendezvous of the group."""
         for absent in self._take(Absent):
+            if absent.how == "port":
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             self._context.die(absent.how, "outside the rendezvous")
         for late in self._take(Late):
             self._context.sleep(late.seconds)
@@ -100,18 +109,24 @@ class Injector:
 
     def head(self) -> Any:
         """The lm_head that this rank is given."""
-        scale_of = next((fault.scale_of for fault in self._take(WrongScale)), None)
-        head: Any = build_head(self._plan, self._context.rank, scale_of=scale_of, device=self._context.device)
+        head = give_head(self._plan, self._context.rank, self._take(HeadFault), self._context.device)
         self._width = head.shard.width
-        if self._take(StaleMethod):
-            head = replace(head, quant_method=_PackedMethod())
-        if self._take(PackedOnly):
-            head = replace(head, quant_method=None)
         return head
+
+    def fact(self, name: str, usual: Any) -> Any:
+        """What this rank finds out for itself under a name: `usual`, unless a fault says otherwise."""
+        for index, fault in self._faults:
+            if isinstance(fault, Fact) and fault.name == name and fault.step in (None, self._step):
+                self._mark(index)
+                return fault.value
+        return usual
 
     def topk(self) -> TopK:
         """The top-k that this rank is given: the scenario's, and what happens to the logits on their way to it."""
-        given = TOPKS[self._plan.scenario.topk] or default_topk(self._context.device)
+        name = next((fault.topk for fault in self._take(OtherTopK)), self._plan.scenario.topk)
+        given = TOPKS[name] or default_topk(self._context.device)
+        if self._take(Unmasked):
+            self._overwrites = []
         strikes = any(isinstance(fault, Nudge | Spin) for _, fault in self._faults)
         return PlannedTopK(given, self._before_topk, self._width) if strikes or self._overwrites else given
 
@@ -139,7 +154,7 @@ class Injector:
     def _strikes(self, index: int, fault: Any, call: Call) -> bool:
         return bool(fault.group == call.group and fault.seq == call.seq and self._fired[index] < fault.times)
 
-    def _take(self, kind: type[F]) -> list[F]:
+    def _take(self, kind: type[F] | UnionType) -> list[F]:
         taken = [
             (i, f) for i, f in self._faults if isinstance(f, kind) and getattr(f, "step", self._step) == self._step
         ]
@@ -164,14 +179,6 @@ class PlannedTopK:
         if logits.shape[-1] <= self._width:
             self.disturb(logits)
         return self._given(logits, k)
-
-
-class _PackedMethod:
-    """What another head's packed format left behind: it reads parameters that a dense head does not have."""
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Read the packed scale, as if it were there."""
-        return torch.nn.functional.linear(x.float(), layer.weight.float() * layer.weight_scale)
 
 
 def _overwrites_of(plan: Plan, rank: int) -> list[tuple[int, int, float]]:

@@ -15,6 +15,7 @@ from tpbed.harness.inject import Injector
 from tpbed.harness.inputs import hidden_states
 from tpbed.harness.plan import Plan
 from tpbed.harness.selectors import Selector, find_selector
+from tpbed.harness.turn import Serving
 from tpbed.selector.candidates import Candidates
 from tpbed.tp.rank import current
 from tpbed.tp.world import RankProgram
@@ -44,17 +45,18 @@ class _ArrivingProgram:
         Injector(self.plan, current()).arrive()
 
 
-def run_plan(plan: Plan, rank: int, *, select: Selector) -> None:
+def run_plan(plan: Plan, rank: int, *, select: Selector | Serving) -> None:
     """Run every step of a plan on one rank with its selector, and write the answers to the ledger."""
     context = current()
     injector = Injector(plan, context)
     context.hooks.append(injector.on_collective)
     head = injector.head()
+    selector = select.on(injector.fact) if isinstance(select, Serving) else select
     for step in range(plan.scenario.steps):
         context.recorder.step(str(step))
         if not injector.begin_step(step):
             return
-        answer = _select(select, plan, step, injector, head)
+        answer = _select(selector, plan, step, injector, head)
         context.recorder.mark(ANSWER, _plain(answer))
         context.recorder.check()
     injector.teardown()
@@ -67,9 +69,9 @@ def _plain(answer: Candidates | Chosen) -> dict[str, Any]:
     return {"shape": list(answer.ids.shape), "ids": ids, "values": values}
 
 
-def _select(select: Selector, plan: Plan, step: int, injector: Injector, head: Any) -> Candidates | Chosen:
+def _select(selector: Selector, plan: Plan, step: int, injector: Injector, head: Any) -> Candidates | Chosen:
     context = current()
-    return select(
+    return selector(
         hidden_states(plan, step, rows=injector.rows()).to(context.device),
         head,
         k=plan.scenario.k,

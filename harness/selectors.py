@@ -6,8 +6,11 @@ import difflib
 from collections.abc import Callable, Iterable
 
 from tpbed.harness.foreign import Chosen, ForeignSelector
+from tpbed.harness.misreadings import MISREADINGS
 from tpbed.harness.mutants import SELECTORS
+from tpbed.harness.serving import SERVING
 from tpbed.harness.timed import TIMED
+from tpbed.harness.turn import Serving
 from tpbed.selector.candidates import Candidates
 from tpbed.tp.errors import TestbedError
 
@@ -18,21 +21,24 @@ class SelectorError(TestbedError):
     """A name that no selector has."""
 
 
-def find_selector(name: str) -> Selector:
-    """The selector of that name in harness.mutants.SELECTORS or harness.timed.TIMED, or the function that it imports.
+def find_selector(name: str) -> Selector | Serving:
+    """The selector of that name in mutants.SELECTORS or timed.TIMED, or the function that it imports.
 
-    Returns what is called as compute_candidates is, with topk and note; it can be pickled for the ranks of any world.
+    Or the program of that name in serving.SERVING or misreadings.MISREADINGS, of which each run makes a selector.
+    A selector is called as compute_candidates is, with topk and note. Both can be pickled for the ranks of any world.
     Raises SelectorError for a name that there is not, FunctionError or ForeignError for a function that cannot serve.
     """
     if ":" in name:
         return ForeignSelector.named(name)
-    found = SELECTORS.get(name) or TIMED.get(name)
+    if served := (SERVING | MISREADINGS).get(name):
+        return Serving(served)
+    found = (SELECTORS | TIMED).get(name)
     if found is None:
-        near = difflib.get_close_matches(name, [*SELECTORS, *TIMED], n=3)
+        ours = [*SELECTORS, *TIMED, *SERVING, *MISREADINGS]
+        near = difflib.get_close_matches(name, ours, n=3)
         told = f" (near: {', '.join(near)})" if near else ""
         raise SelectorError(
-            f"there is no selector {name!r}{told}: give package.module:function, or one of "
-            f"{', '.join([*SELECTORS, *TIMED])}."
+            f"there is no selector {name!r}{told}: give package.module:function, or one of {', '.join(ours)}."
         )
     return found
 
