@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tpbed.harness.circle import Place, Record, explain_circle, tell
@@ -12,7 +12,7 @@ from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.messages import find_lone_messages, find_unfit_messages
 from tpbed.harness.mismatch import find_mismatches, find_strided
 from tpbed.harness.surplus import find_surplus
-from tpbed.tp.ledger import WORLD, CollectiveRecord, Ledger, MessageRecord
+from tpbed.tp.ledger import PENDING, WORLD, CollectiveRecord, Ledger, MessageRecord
 from tpbed.tp.messages import Mail
 from tpbed.tp.stuck import find_missing
 from tpbed.tp.world import Liveness
@@ -52,7 +52,7 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
             or find_lone_messages(ledgers)
             or [divergence.finding() for divergence in divergences[:1]]
         )
-    return tuple(_with_decision(finding, divergences) for finding in findings)
+    return tuple(_with_pending(_with_decision(finding, divergences), ledgers) for finding in findings)
 
 
 def _unformed(scene: _Scene) -> Finding | None:
@@ -406,3 +406,18 @@ def _with_decision(finding: Finding, divergences: Sequence[Divergence]) -> Findi
 
 def _is_before(divergence: Divergence, finding: Finding) -> bool:
     return finding.seq is None or divergence.issued < finding.seq + 1
+
+
+def _with_pending(finding: Finding, ledgers: Sequence[Ledger]) -> Finding:
+    """Add the errors that were on their way out of the ranks at fault when they called what does not fit."""
+    causes = [cause for rank in finding.ranks for cause in _pending(finding, ledgers[rank])]
+    return replace(finding, causes=(*finding.causes, *causes)) if causes else finding
+
+
+def _pending(finding: Finding, ledger: Ledger) -> Iterator[Cause]:
+    for mark in ledger.marks:
+        called = ledger.collectives[mark.issued : mark.issued + 1]
+        if mark.name == PENDING and called and (called[0].group, called[0].seq) == (finding.group, finding.seq):
+            error_type, message, site = mark.value
+            text = f"rank {ledger.rank} calls {called[0].op} while {error_type} is on its way out: {message}"
+            yield Cause(rank=ledger.rank, text=text, error_type=error_type, site=site)

@@ -114,7 +114,7 @@ def gather_pairs(turn: Turn, *, read: Pairs) -> Candidates:
     if read == "one_id_less":
         whole = F.pad(whole, (0, ranks))
     if read == "by_rows":
-        whole = whole.reshape(ranks, rows, 2 * k).flatten(0, 1).reshape(rows, ranks * 2 * k)
+        whole = whole.reshape(rows, ranks, 2 * k).transpose(0, 1).reshape(rows, ranks * 2 * k)
     both = whole.reshape(rows, ranks, 2, k)
     values, ids = both[:, :, 0].flatten(1).float(), both[:, :, 1].flatten(1).nan_to_num(posinf=0, neginf=0).long()
     best, chosen = merge_gathered(values, ids, k)

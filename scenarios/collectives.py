@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tpbed.harness.faults import Exit, Fact, Raise
+from tpbed.harness.faults import Exit, Fact, Leave, Raise
 from tpbed.harness.scenario import Expected, Scenario
 
 PAIR = Scenario(name="", claim="", kind=2, world_size=2, org_vocab_size=1024)
@@ -60,8 +60,8 @@ MONITORED = Scenario(
     source="pytorch/pytorch#55010, pytorch/pytorch#53773, ray-project/ray#29562",
     worlds=("sim", "gloo"),
     selector="meet-monitored",
-    faults=(Raise(rank=1, seq=4, message="first"), Raise(rank=3, seq=4, message="second")),
-    expect=(Expected(kind="hang", ranks=(1, 3), seq=4, error="InjectedError", says="second"),),
+    faults=(Leave(rank=1, step=1), Leave(rank=3, step=1)),
+    expect=(Expected(kind="hang", ranks=(1, 3), op="monitored_barrier", seq=4, says="rank 3 returned"),),
 )
 GROUPS = Scenario(
     name="collective/dies-between-two-groups",
@@ -150,7 +150,7 @@ SCENARIOS = (
         source="sgl-project/SpecForge#781, pytorch/pytorch#75097, pytorch/pytorch#180611",
         selector="tear-down-at-last",
         faults=(Raise(rank=2, seq=2, message="device assert"),),
-        expect=(Expected(kind="mismatch", ranks=(2,), seq=2, says="InjectedError: device assert"),),
+        expect=(Expected(kind="mismatch", ranks=(2,), seq=2, says="InjectedError is on its way out: device assert"),),
     ),
     MONITORED,
     replace(

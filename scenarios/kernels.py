@@ -28,7 +28,7 @@ COUNTERS = Scenario(
     claim="A row with fewer finite logits than k spoils the row after it, and no other.",
     kind=6,
     source="flashinfer-ai/flashinfer#2325",
-    overwrites=_row(1, range(20, 250), -inf) + _row(1, range(250, 256), -inf),
+    overwrites=_row(1, range(10, 256), -inf),
     topk="leaves-counters",
     expect=(Expected(kind="wrong_ids", says="row 2"),),
 )
@@ -96,8 +96,7 @@ LARGER = Scenario(
     claim="Repeatable is not canonical: of ties at the k-th place a kernel may keep the larger ids, every time.",
     kind=6,
     source="flashinfer-ai/flashinfer#3095, flashinfer-ai/flashinfer#4295",
-    logits="tied",
-    k=14,
+    logits="equal",
     topk="ties-to-larger-columns",
     expect=(Expected(kind="order"),),
 )

@@ -103,8 +103,7 @@ PADDED_SCORES = Scenario(
     source="NVIDIA/Megatron-LM#2370",
     world_size=3,
     pad_to=192,
-    head="fp32",
-    logits="gaussian",
+    logits="negative",
     selector="normalise-over-padding",
     expect=(Expected(kind="wrong_ids", says="the logit of this id is"),),
 )

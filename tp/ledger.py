@@ -10,6 +10,7 @@ from typing import Any, Literal
 WORLD = "world"  # the ledger's name of the default group
 
 DROPPED = "dropped: nobody holds its handle any more, so gloo has taken it back"  # the error of such a message
+PENDING = "pending"  # the mark of an error that is on its way while its rank issues a collective: type, message, site
 
 State = Literal["scheduled", "started", "completed", "failed"]
 Rendezvous = Literal["", "outside", "arrived"]

@@ -16,7 +16,7 @@ import torch
 import typing_extensions
 from torch import Tensor
 
-from tpbed.tp.ledger import END_FIELDS, End, Event, Rendezvous, State
+from tpbed.tp.ledger import END_FIELDS, PENDING, End, Event, Rendezvous, State
 
 Sink = Callable[[Event], None]
 Clock = Callable[[], int]  # nanoseconds, or any count that never goes back
@@ -61,6 +61,8 @@ class Recorder:
         state: State = "started",
     ) -> int:
         """A collective is about to be issued. Returns its seq."""
+        if (pending := sys.exception()) is not None:
+            self.mark(PENDING, [type(pending).__name__, str(pending), error_site(pending)])
         seq = self.seqs[group] = self.seqs[group] + 1
         site = call_site(sys._getframe(1))
         dtype, shape, stride, size = _NOTHING if payload is None else _layout(payload)
