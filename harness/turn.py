@@ -63,9 +63,7 @@ class Turn:
     def nothing(self) -> Candidates:
         """The answer of a rank that computes none."""
         shape, device = (self.rows, self.k), self.hidden.device
-        return Candidates(
-            ids=torch.full(shape, NO_TOKEN, device=device), values=torch.full(shape, -inf, device=device)
-        )
+        return Candidates(ids=torch.full(shape, NO_TOKEN, device=device), values=torch.full(shape, -inf, device=device))
 
     def follow(self, value: int) -> int:
         """What rank 0 says: a broadcast."""

@@ -43,9 +43,7 @@ DRAFT = replace(
     name="drafting/cut-short-on-one-rank",
     claim="A rank that drafts once where its peer drafts three times is a step ahead of it while all shapes match.",
     kind=2,
-    source=(
-        "vllm-project/vllm#40589, vllm-project/vllm#44954, vllm-project/vllm#44185, RBLN-SW/vllm-rbln#792"
-    ),
+    source=("vllm-project/vllm#40589, vllm-project/vllm#44954, vllm-project/vllm#44185, RBLN-SW/vllm-rbln#792"),
     selector="draft-while-it-fits",
     faults=(Fact(rank=1, name="draft_steps", value=1, step=1),),
     expect=(Expected(kind="mismatch", ranks=(1,), seq=9, says="decided draft_steps=1"),),

@@ -204,8 +204,9 @@ SCENARIOS = (
         name="kernel/nan-repeats-an-id",
         claim="A kernel that a NaN holds at one column returns its id k times, and the row is not marked.",
         kind=6,
-        source="flashinfer-ai/flashinfer#2402, vllm-project/vllm#40376, vllm-project/vllm#23814"
-        "vllm-project/vllm#39593",
+        source=(
+            "flashinfer-ai/flashinfer#2402, vllm-project/vllm#40376, vllm-project/vllm#23814, vllm-project/vllm#39593"
+        ),
         overwrites=(Overwrite(row=1, token_id=300, value=nan),),
         topk="repeats-an-id-at-nan",
         expect=(Expected(kind="wrong_ids", says="the row holds NaN"),),
@@ -246,7 +247,7 @@ SCENARIOS = (
     ),
     Scenario(
         name="kernel/another-tile-on-one-rank",
-        claim="Another order of the same sums on one rank changes last bits, which the gather brings to all ranks alike.",
+        claim="Another order of the same sums on one rank changes last bits, and the gather brings them to all alike.",
         kind=0,
         source="flashinfer-ai/flashinfer#3186, sgl-project/sglang#23317",
         head="fp8",

@@ -62,7 +62,7 @@ SCENARIOS = (
         name="mismatch/rows-differ-pair",
         claim="Between two ranks the one whose shape is new is named, as there is no majority.",
         kind=3,
-        source="vllm-project/vllm#31307",
+        source="vllm-project/vllm#31307, vllm-project/vllm#31154",
         world_size=2,
         org_vocab_size=1024,
         faults=(Rows(rank=1, step=1, rows=3),),

@@ -1,6 +1,6 @@
 """Kernels and ranks that are slow, stopped or never return: told apart from ranks that diverged."""
 
-from tpbed.harness.faults import Delay, Spin, Stall, Stop
+from tpbed.harness.faults import Delay, Kill, Spin, Stall, Stop
 from tpbed.harness.scenario import Expected, Scenario
 
 SCENARIOS = (
@@ -22,7 +22,7 @@ SCENARIOS = (
         name="slow/topk-never-returns",
         claim="A top-k kernel that never returns on one rank: it is found inside it, and has skipped nothing.",
         kind=8,
-        source="flashinfer-ai/flashinfer#3610",
+        source="flashinfer-ai/flashinfer#3610, flashinfer-ai/flashinfer#3615",
         faults=(Spin(rank=0, step=1),),
         expect=(Expected(kind="stall", ranks=(0,), op="all_gather", seq=3, says="topk"),),
     ),
@@ -43,6 +43,14 @@ SCENARIOS = (
         source="lightseekorg/tokenspeed#297",
         faults=(Stall(rank=3, seq=4),),
         expect=(Expected(kind="stall", ranks=(3,), seq=4),),
+    ),
+    Scenario(
+        name="slow/one-stalls-one-dies",
+        claim="One rank allocates for ever and one is dead: the collective waits for both, and each is told apart.",
+        kind=8,
+        source="lightseekorg/tokenspeed#297",
+        faults=(Stall(rank=3, seq=1), Kill(rank=1, seq=1)),
+        expect=(Expected(kind="hang", ranks=(1, 3), seq=1, says="rank 3 is busy outside any collective"),),
     ),
     Scenario(
         name="slow/stopped-rank",
