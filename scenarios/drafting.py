@@ -32,8 +32,6 @@ PROPOSE = Scenario(
     claim="Two ranks whose own proposers find more and less than the others bring other rows, and both are named.",
     kind=4,
     source="vllm-project/vllm#31307, vllm-project/vllm#31154",
-    world_size=5,
-    pad_to=320,
     selector="propose-alone",
     faults=(Fact(rank=1, name="drafted", value=3), Fact(rank=2, name="drafted", value=2)),
     expect=(Expected(kind="mismatch", ranks=(1, 2), seq=1, says="its own proposer found 2"),),
