@@ -143,10 +143,14 @@ def list_scenarios(
             help="Only those that expect this finding (hang, mismatch, ...; none), or this kind of trouble (0-10)."
         ),
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(help="Only those that show a public report with this in its name: sglang, sglang#35496."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the scenarios: name, world size, expected findings, worlds, claim."""
-    scenarios = _of_kind(select(load_catalogue(), patterns or []), kind)
+    scenarios = _of_source(_of_kind(select(load_catalogue(), patterns or []), kind), source)
     if as_json:
         print_json([_told(scenario) for scenario in scenarios])
         return
@@ -370,6 +374,16 @@ def _of_kind(scenarios: list[Scenario], kind: str | None) -> list[Scenario]:
         has = {name for scenario in scenarios for name in [str(scenario.kind), *_expected_kinds(scenario)]}
         there = [name for name in allowed if name in has]
         raise UsageError(f"no selected scenario is of kind {kind!r}: there are {', '.join(there)}.")
+    return found
+
+
+def _of_source(scenarios: list[Scenario], source: str | None) -> list[Scenario]:
+    found = [scenario for scenario in scenarios if source is None or source in scenario.source]
+    if not found:
+        from tpbed.scenarios.field import OUTSIDE
+
+        why = [f"{report} is outside: {reason}" for report, reason in OUTSIDE.items() if source and source in report]
+        raise UsageError(" ".join([f"no selected scenario shows a report like {source!r}.", *why]))
     return found
 
 

@@ -52,7 +52,7 @@ def _blocks_from_own_row(plan: Plan, rank: int, device: torch.device) -> DenseHe
     begins = shard.org_start % BLOCK
     moved = scale.repeat_interleave(BLOCK, 0)[shard.org_start - begins :][: shard.width]
     rows = F.pad(moved, (0, 0, 0, shard.width - len(moved))).repeat_interleave(BLOCK, 1)[:, : packed.shape[1]]
-    return DenseHead(weight=(shard.shard_rows(packed).float() * rows).bfloat16().to(device), shard=shard)
+    return DenseHead(weight=(shard.shard_rows(packed).float() * rows).to(device), shard=shard)
 
 
 def _junk_scale(head: Any, fault: JunkScale) -> Any:

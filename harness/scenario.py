@@ -73,7 +73,7 @@ class Scenario:
         groups of four, "equal" all the same, "gaussian" random weights and states, "smollm2" trained ones.
     pad_fill: what the padding rows of the head hold.
     widths: columns per rank of an uneven, unpadded vocabulary; None shares the padded one equally.
-    selector, topk: names in harness.mutants.SELECTORS or harness.timed.TIMED, and in harness.inject.TOPKS.
+    selector, topk: names in SELECTORS, TIMED, SERVING or MISREADINGS, and in TOPKS, of the harness.
     schedule: who runs when, as harness.schedules reads it, for what only some orders show; simulated ranks alone can
         follow one. Empty: the world's own.
     """
@@ -81,7 +81,7 @@ class Scenario:
     name: str
     claim: str
     kind: int  # of trouble, 1 to 10 as KINDS names them; 0 for none
-    source: str = ""  # public reports, as owner/repository#number
+    source: str = ""  # public reports, as "owner/repository#number, owner/repository#number"
     worlds: tuple[WorldName, ...] = EVERYWHERE
     world_size: int = 4
     org_vocab_size: int = 1000
@@ -103,6 +103,11 @@ class Scenario:
     expect: tuple[Expected, ...] = ()
     stall_after_s: float = 1.0
     schedule: str = ""
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The public reports of its source, one by one."""
+        return tuple(filter(None, self.source.split(", ")))
 
     def __post_init__(self) -> None:
         for wrong in (*self._wrong_numbers(), *self._wrong_faults()):

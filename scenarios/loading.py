@@ -208,8 +208,18 @@ SCENARIOS = (
         claim="Shares of 160 rows with blocks counted from their own first row: rows have the scales of others.",
         source="vllm-project/vllm#40999, sgl-project/sglang#35228",
         org_vocab_size=600,
+        head="fp8-block",
         faults=_everywhere(BlocksFromOwnRow),
         expect=WRONG,
+    ),
+    replace(
+        FP8,
+        name="loading/blocks-of-whole-shares",
+        claim="Shares of 256 rows begin with a block, and counting from their own first row is right.",
+        kind=0,
+        source="vllm-project/vllm#40999",
+        head="fp8-block",
+        faults=_everywhere(BlocksFromOwnRow),
     ),
     NO_WEIGHT,
     replace(

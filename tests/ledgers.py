@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tpbed.tp.ledger import End, Event, Ledger, read_ledger
+from tpbed.tp.ledger import PENDING, End, Event, Ledger, read_ledger
 from tpbed.tp.world import Liveness
 
 RUNNING, ENDED = Liveness(state="running"), Liveness(state="ended")
@@ -97,6 +97,11 @@ class Story:
 
     def decides(self, name: str, value: str, because: str = "it says so") -> Story:
         self.events.append(("decision", name, value, because, "select.py:1 choose"))
+        return self
+
+    def holds_back(self, error_type: str, message: str) -> Story:
+        """An error is on its way out as it makes its next call."""
+        self.events.append(("mark", PENDING, [error_type, message, "topk.py:1 topk"]))
         return self
 
     def checks(self, count: int) -> Story:

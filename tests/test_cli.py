@@ -20,7 +20,7 @@ PASSES = ONE_RAISES
 FAILS = unlike(ONE_RAISES, name="hang/unexpected", expect=())
 UNDECIDED = unlike(ONE_RAISES, name="doubt/never-fires", faults=ONE_RAISES.faults * 2, kind=10)
 SMALL = unlike(ONE_RAISES, name="healthy/one-rank", world_size=1, faults=(), expect=(), kind=0)
-ONLY_SIM = unlike(ONE_RAISES, name="large/a-thousand", worlds=("sim",))
+ONLY_SIM = unlike(ONE_RAISES, name="large/a-thousand", worlds=("sim",), source="sgl-project/sglang#1")
 LIGHT = """
 import sys
 from tpbed.harness.cli import main
@@ -106,6 +106,8 @@ def test_list_tells_name_size_findings_worlds_and_claim(tpbed):
         (["--kind", "none"], ["hang/unexpected", "healthy/one-rank"]),
         (["--kind", "10"], ["doubt/never-fires"]),
         (["hang", "--kind", "hang"], ["hang/one-rank-raises"]),
+        (["--source", "sglang"], ["large/a-thousand"]),
+        (["large", "--source", "sgl-project/sglang#1"], ["large/a-thousand"]),
     ],
 )
 def test_what_is_selected(tpbed, arguments, names):
@@ -330,6 +332,8 @@ def test_ctrl_c_before_anything_is_run(tpbed, monkeypatch):
         (["run", "--world", "mpi"], "unknown world 'mpi': give one of auto, sim, gloo, nccl."),
         (["list", "--kind", "hung"], "unknown kind 'hung': give one of none, hang, mismatch, "),
         (["list", "--kind", "leak"], "no selected scenario is of kind 'leak': there are none, hang, 0, 1, 10."),
+        (["list", "--source", "vllm#2"], "no selected scenario shows a report like 'vllm#2'."),
+        (["list", "--source", "sonar"], "dphnAI/sonar#157 is outside: Two ranks on one GPU: "),
         (["judge", "nowhere.json"], "cannot read nowhere.json: No such file or directory."),
         (["run", "--junit", "no/such/folder/x.xml"], "--junit no/such/folder/x.xml cannot be written"),
         (["run", "--junit", "."], "--junit . cannot be written: give a file in a folder that exists."),

@@ -256,6 +256,24 @@ def test_between_two_ranks_the_one_whose_steps_hold_fewer_calls_is_odd():
     assert only(usual, short).ranks == (1,)
 
 
+def test_between_two_ranks_the_one_that_left_its_step_is_odd_however_often_its_call_was_made():
+    """Rank 1 goes back to the broadcast that begins each step; rank 0 makes the gather that the step still needs."""
+
+    def begin(rank: int) -> Story:
+        story = Story(rank, 2).step("0").calls("broadcast", site="a.py:1 f").calls(site="b.py:1 g")
+        return story.step("1").calls("broadcast", site="a.py:1 f")
+
+    finding = only(begin(0).waits(site="b.py:1 g"), begin(1).step("2").waits("broadcast", site="a.py:1 f"))
+    assert finding.ranks == (1,)
+
+
+def test_between_two_ranks_a_place_that_is_new_says_nothing_of_who_is_odd():
+    """One barrier too many on rank 0, or one too few on rank 1."""
+    stories = [Story(rank, 2).calls("barrier", site="a.py:1 f") for rank in range(2)]
+    finding = only(stories[0].waits("barrier", site="a.py:1 f"), stories[1].waits(site="b.py:1 g"))
+    assert finding.ranks == (0, 1)
+
+
 def test_between_two_ranks_the_one_whose_shape_is_new_is_odd():
     stories = [Story(r, 2).calls().calls().waits(shape=(3 if r == 0 else 4, 16)) for r in range(2)]
     assert only(*stories).ranks == (0,)
@@ -310,6 +328,20 @@ def test_a_rank_that_did_less_than_its_peers_does_not_pass_in_silence():
 def test_a_rank_that_checked_less_than_its_peers_does_not_pass_in_silence():
     finding = only(*(Story(r).calls().checks(1 if r == 2 else 2).returns() for r in range(4)))
     assert (finding.kind, finding.ranks) == ("mismatch", (2,))
+
+
+def test_an_error_that_a_collective_holds_back_is_shown_as_a_cause_of_what_it_broke():
+    stories = [Story(rank).calls().waits() for rank in range(4) if rank != 2]
+    finding = only(*in_order(Story(2).calls().holds_back("ValueError", "no page").waits("barrier"), *stories))
+    assert (finding.kind, finding.ranks) == ("mismatch", (2,))
+    assert finding.causes[1].text == "rank 2 calls barrier while ValueError is on its way out: no page"
+    assert (finding.causes[1].error_type, finding.causes[1].site) == ("ValueError", "topk.py:1 topk")
+
+
+def test_an_error_that_was_over_before_is_no_cause():
+    stories = [Story(rank).calls().waits() for rank in range(4) if rank != 2]
+    finding = only(*in_order(Story(2).holds_back("ValueError", "no page").calls().waits("barrier"), *stories))
+    assert len(finding.causes) == 1
 
 
 def test_a_decision_that_differs_is_shown_as_a_cause_of_what_it_broke():

@@ -1,0 +1,97 @@
+"""Serving programs, kernels and heads with one defect each: all are shown, and go wrong by what is planned alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from test_catalogue import SIMULATED, simulate
+
+from tpbed.harness.faults import Fact, Fault, Nudge, OtherTopK
+from tpbed.harness.kernels import KERNELS
+from tpbed.harness.misreadings import MISREADINGS
+from tpbed.harness.plan import make_plan
+from tpbed.harness.program import rank_program
+from tpbed.harness.record import RunRecord
+from tpbed.harness.scenario import Scenario
+from tpbed.harness.serving import SERVING
+from tpbed.harness.turn import BATCH
+from tpbed.harness.verdict import Verdict, judge
+from tpbed.scenarios import CATALOGUE
+from tpbed.tp.ledger import PENDING
+from tpbed.tp.simulated import SimulatedWorld
+
+BY_FACTS = [
+    scenario
+    for scenario in SIMULATED
+    if scenario.selector in SERVING and any(isinstance(fault, Fact) for fault in scenario.faults)
+]
+MINIMUM = CATALOGUE["decision/capacity-of-smallest-memory"]
+
+
+def run(scenario: Scenario) -> RunRecord:
+    plan = make_plan(scenario, seed=7)
+    with SimulatedWorld(scenario.world_size) as world:
+        return RunRecord.of(plan, world.run(rank_program(plan)), elapsed_s=0.0)
+
+
+def found(scenario: Scenario) -> Verdict:
+    return judge(run(scenario))
+
+
+@pytest.mark.parametrize("scenario", BY_FACTS, ids=lambda scenario: scenario.name)
+def test_a_serving_program_goes_wrong_by_its_facts_alone(scenario):
+    rest = tuple(fault for fault in scenario.faults if not isinstance(fault, Fact))
+    assert found(replace(scenario, faults=rest)).findings == ()
+
+
+def test_every_program_kernel_and_fault_is_in_the_catalogue():
+    scenarios = CATALOGUE.values()
+    assert (set(SERVING) | set(MISREADINGS)) - {scenario.selector for scenario in scenarios} == set()
+    planned = [fault for scenario in scenarios for fault in scenario.faults]
+    others = {fault.topk for fault in planned if isinstance(fault, OtherTopK)}
+    assert set(KERNELS) - {scenario.topk for scenario in scenarios} - others == set()
+    assert set(get_args(Fault)) - {type(fault) for fault in planned} == set()
+
+
+@pytest.mark.parametrize("name", [name for name in SERVING if {"alone", "own", "after"} & set(name.split("-"))])
+def test_a_program_that_acts_alone_has_one_beside_it_that_bears_the_same_facts(name):
+    alone = [scenario for scenario in CATALOGUE.values() if scenario.selector == name and scenario.expect]
+    right = [scenario for scenario in CATALOGUE.values() if scenario.selector in SERVING and not scenario.expect]
+    assert any(one.faults == other.faults for one in alone for other in right)
+
+
+def test_a_fact_that_nobody_asks_for_leaves_the_run_undecided():
+    verdict = found(replace(MINIMUM, faults=(Fact(rank=1, name="weather", value="fair"),)))
+    assert verdict.status == "UNDECIDED" and "name='weather'" in verdict.doubts[0]
+
+
+def test_a_fact_of_one_step_holds_in_that_step_alone():
+    scenario = replace(MINIMUM, faults=(Fact(rank=1, name="capacity", value=1, step=2),))
+    batches = [mark.value for mark in run(scenario).ledgers[0].marks if mark.name == BATCH]
+    assert batches == [4, 4, 1]
+
+
+def test_an_answer_is_judged_by_the_rows_that_its_program_had():
+    """Without the mark of its rows the same answer is short, and wrong."""
+    record = run(MINIMUM)
+    bare = [replace(one, marks=tuple(mark for mark in one.marks if mark.name != BATCH)) for one in record.ledgers]
+    assert judge(record).status == "PASS"
+    assert [one.kind for one in judge(replace(record, ledgers=tuple(bare))).unexpected] == ["wrong_ids"]
+
+
+def test_faults_of_any_kind_come_together():
+    """A logit that is off is found in a program that also bears a smaller memory."""
+    nudge = Nudge(rank=0, step=1, row=0, column=5, value=1e30)
+    verdict = found(replace(MINIMUM, faults=(*MINIMUM.faults, nudge)))
+    assert [one.kind for one in verdict.unexpected] == ["wrong_ids"] and not verdict.doubts
+
+
+def test_errors_are_marked_where_a_collective_holds_them_back_and_nowhere_else():
+    held = {
+        scenario.name
+        for scenario in SIMULATED
+        if any(mark.name == PENDING for ledger in simulate(scenario.name).ledgers for mark in ledger.marks)
+    }
+    assert held == {"collective/error-behind-an-exchange", "collective/error-behind-a-teardown"}
