@@ -1,12 +1,13 @@
 """Heads that were loaded, sharded, cast or admitted in a wrong way, masks and adapters of another width."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import TypeVar
 
 from tpbed.harness.faults import (
     BlocksFromOwnRow,
     Fact,
-    HeadFault,
     Inflated,
     JunkScale,
     NoWeight,
@@ -24,7 +25,10 @@ FP8 = Scenario(name="", claim="", kind=7, org_vocab_size=1024, head="fp8", logit
 NVFP4 = replace(FP8, head="nvfp4-modelopt")
 
 
-def _everywhere(fault: type[HeadFault] | type[Unmasked], **fields: str) -> tuple[HeadFault | Unmasked, ...]:
+F = TypeVar("F")
+
+
+def _everywhere(fault: Callable[..., F], **fields: object) -> tuple[F, ...]:
     return tuple(fault(rank=rank, **fields) for rank in range(4))
 
 

@@ -123,7 +123,8 @@ def test_a_record_is_json_that_other_tools_can_read(tmp_path):
 @pytest.mark.parametrize("name", [scenario.name for scenario in CATALOGUE.values() if scenario.faults])
 def test_a_plan_with_faults_survives_json(name):
     plan, plans = make_plan(CATALOGUE[name], seed=7), TypeAdapter(Plan)
-    assert plans.validate_json(plans.dump_json(plan)) == plan
+    stored = json.dumps(plans.dump_python(plan))  # as records are written: with NaN and infinities
+    assert repr(plans.validate_python(json.loads(stored))) == repr(plan)
 
 
 def test_every_fault_is_in_the_catalogue_and_shown_as_it_is_called():
