@@ -18,6 +18,7 @@ import torch
 from tpbed.harness.faults import (
     Absent,
     ArrivalFault,
+    BlocksFromOwnRow,
     CollectiveFault,
     Corrupt,
     Crash,
@@ -25,32 +26,61 @@ from tpbed.harness.faults import (
     Exhaust,
     Exit,
     Extra,
+    Fact,
     Fault,
+    HeadFault,
+    Inflated,
+    JunkScale,
     Kill,
     Late,
     Leave,
     Linger,
     Narrow,
+    NoWeight,
     Nudge,
+    OtherTile,
+    OtherTopK,
     PackedOnly,
     Pause,
     Quit,
     Raise,
     Recast,
+    Replayed,
     Rows,
+    ScaleDropped,
     Skip,
     Spin,
     StaleMethod,
     Stall,
     Stop,
     Strided,
+    Unloaded,
+    Unmasked,
+    Unpadded,
     WrongScale,
+    describe,
 )
 from tpbed.harness.inputs import build_shard
 from tpbed.harness.plan import Plan
 from tpbed.harness.scenario import Kind, Scenario
+from tpbed.selector.admission import FORMS_OF_METHOD, UNQUANTIZED_METHODS
+from tpbed.tp.errors import TestbedError
 
 Outcome = Literal["raised", "died", "frozen", "left", "returned"]
+UNFORESEEN: dict[type[Any], str] = {
+    Fact: "programs that ask for facts have a course of their own",
+    OtherTopK: "another back end is a decision, and what it answers depends on logits",
+    **dict.fromkeys(
+        (Unloaded, ScaleDropped, BlocksFromOwnRow),
+        "a dense head in the place of a packed one is a decision, and what the ranks vote depends on the format",
+    ),
+    Replayed: "how many rows come out depends on those of the first step",
+}
+"""Faults that no machine knows, and why."""
+
+
+class OracleError(TestbedError):
+    """A plan of which machines cannot tell what it will show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +165,11 @@ def foresee(plan: Plan, calls: Sequence[PlannedCall] | None = None) -> Outlook:
     """What a run of this plan will show, in a world that expresses all its faults.
 
     calls: what a healthy rank issues, as observed; None for calls_of.
+    Raises OracleError for a plan with a fault of UNFORESEEN.
     """
+    for fault in plan.scenario.faults:
+        if why := UNFORESEEN.get(type(fault)):
+            raise OracleError(f"what `{describe(fault)}` will show cannot be foreseen, since {why}: plan it without.")
     planned = tuple(calls_of(plan.scenario) if calls is None else calls)
     return _Group(plan, planned).run()
 
@@ -180,15 +214,24 @@ class _Machine:
             raise _EndsError("frozen", "teardown")
 
     def _load_head(self) -> bool:
-        for fault in self.faults(WrongScale):
-            self.spoilt = self.spoilt or fault.scale_of != self.rank
-        return bool(list(self.faults(StaleMethod, PackedOnly)))
+        """Whether it is a head that admission or its method refuses, once the ranks have voted. Some cannot be made."""
+        scenario, faults = self.plan.scenario, list(self.faults(*get_args(HeadFault)))
+        shard = build_shard(scenario, self.rank)
+        share = -(-scenario.org_vocab_size // scenario.world_size)
+        if share < shard.width and any(isinstance(fault, Unpadded) for fault in faults):
+            raise _EndsError("raised", "HeadError")
+        off = any(isinstance(f, JunkScale | OtherTile) or _has_other_scale(f) for f in faults)
+        self.spoilt = self.spoilt or off
+        inflated = scenario.world_size > 1 and any(isinstance(fault, Inflated) for fault in faults)
+        return inflated or any(_is_bad_head(fault) for fault in faults)
 
     def _step(self, step: int, bad_head: bool, seq: list[int]) -> Iterator[PlannedCall]:
         scenario = self.plan.scenario
         rows = [*(fault.rows for fault in self.faults(Rows, step=step)), scenario.rows][0]
         if rows != scenario.rows:
             self.harmful = self.spoilt = True
+        for _ in self.faults(Unmasked):
+            self.spoilt = self.spoilt or bool(scenario.overwrites)
         calls = [call for call in self.calls if call.step == step]
         if calls and _is_vote(calls[0]):
             yield from self._issue(calls.pop(0), seq)
@@ -248,6 +291,16 @@ class _EndsError(Exception):
 
     def __init__(self, outcome: Outcome, says: str) -> None:
         self.outcome, self.says = outcome, says
+
+
+def _is_bad_head(fault: Fault) -> bool:
+    """Of a dense head, a method that is not known is believed, and raises in its turn."""
+    stale = isinstance(fault, StaleMethod) and fault.method not in {*UNQUANTIZED_METHODS, *FORMS_OF_METHOD}
+    return stale or isinstance(fault, PackedOnly | NoWeight)
+
+
+def _has_other_scale(fault: Fault) -> bool:
+    return isinstance(fault, WrongScale) and fault.scale_of != fault.rank
 
 
 def _is_vote(call: PlannedCall) -> bool:
@@ -336,7 +389,7 @@ class _Group:
             machine.votes_differ = differ
 
     def _heads_differ(self) -> bool:
-        bad = {f.rank for f in self.plan.scenario.faults if isinstance(f, StaleMethod | PackedOnly)}
+        bad = {fault.rank for fault in self.plan.scenario.faults if _is_bad_head(fault)}
         return 0 < len(bad) < len(self.machines)
 
     def _outlook(self, roots: Sequence[Root]) -> Outlook:

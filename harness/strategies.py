@@ -11,7 +11,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from tpbed.harness.fault_oracle import calls_of
+from tpbed.harness.fault_oracle import UNFORESEEN, calls_of
 from tpbed.harness.faults import (
     Absent,
     ArrivalFault,
@@ -20,9 +20,12 @@ from tpbed.harness.faults import (
     Extra,
     Fault,
     HeadFault,
+    Inflated,
+    JunkScale,
     Late,
     Linger,
     Nudge,
+    OtherTile,
     PackedOnly,
     Pause,
     Recast,
@@ -32,6 +35,8 @@ from tpbed.harness.faults import (
     StaleMethod,
     StepFault,
     Strided,
+    Unmasked,
+    Unpadded,
     WrongScale,
 )
 from tpbed.harness.inputs import build_shard
@@ -243,7 +248,7 @@ def _fault(draw: DrawFn, scenario: Scenario, world: WorldName) -> Fault:
 
 
 def kinds_of(scenario: Scenario, world: WorldName) -> tuple[type[Any], ...]:
-    """The kinds of faults that make sense in a scenario and that a world can express."""
+    """The kinds of faults that make sense in a scenario, that a world can express and an oracle can foresee."""
     return tuple(kind for kind in get_args(Fault) if _suits(kind, scenario) and (world != "sim" or not _arrives(kind)))
 
 
@@ -253,14 +258,27 @@ def _arrives(kind: type[Any]) -> bool:
 
 def _suits(kind: type[Any], scenario: Scenario) -> bool:
     """What a fault in the head, the top-k or the rows comes to is known of selectors that are right by contract."""
-    if kind in (*get_args(HeadFault), Rows, Nudge, Spin) and scenario.selector not in RIGHT:
+    if kind in UNFORESEEN:
+        return False
+    if kind in (*get_args(HeadFault), Rows, Nudge, Spin, Unmasked) and scenario.selector not in RIGHT:
         return False
     if kind in (Nudge, Spin):
         return scenario.selector != "full-gather" and scenario.rows > 0
+    return _fits_head(kind, scenario) and (kind is not Unmasked or bool(scenario.overwrites))
+
+
+def _fits_head(kind: type[Any], scenario: Scenario) -> bool:
     dense = scenario.head in DENSE
     if kind is WrongScale:
         return not dense and scenario.head != "fp8-tensor" and scenario.widths is None and scenario.world_size > 1
-    return {StaleMethod: dense, PackedOnly: not dense}.get(kind, True)
+    return {
+        StaleMethod: dense,
+        Unpadded: dense,
+        PackedOnly: not dense,
+        OtherTile: not dense,
+        JunkScale: scenario.head == "fp8-tensor",
+        Inflated: scenario.head.startswith("nvfp4"),
+    }.get(kind, True)
 
 
 def _details(kind: type[Any], scenario: Scenario, rank: int) -> dict[str, SearchStrategy[Any]]:
@@ -291,6 +309,12 @@ _DETAILS: dict[type[Any], Callable[[Scenario, int], dict[str, SearchStrategy[Any
     WrongScale: lambda scenario, rank: {
         "scale_of": st.integers(0, scenario.world_size - 2).map(lambda other: other + (other >= rank))
     },
-    Absent: lambda scenario, rank: {"how": st.sampled_from(("stall", "stop", "exit", "kill", "crash"))},
+    JunkScale: lambda scenario, rank: {"junk": st.sampled_from((0.0, 1.0, 448.0, inf, nan))},
+    StaleMethod: lambda scenario, rank: {
+        "method": st.sampled_from(("PackedMethod", "ModelOptFp8LinearMethod", "UnquantizedLinearMethod"))
+    },
+    Absent: lambda scenario, rank: {
+        "how": st.sampled_from(("stall", "stop", "exit", "kill", "crash", "exhaust", "port"))
+    },
     Linger: lambda scenario, rank: {"seconds": st.sampled_from((None, 0.05))},
 }
