@@ -240,10 +240,13 @@ def run(
     _check_paths(junit, out)
     with _Screen(as_json=as_json) as screen:
         screen.progress("loading torch")
+        from tpbed.harness.inject import check_topks
         from tpbed.harness.runner import Evidence, choose_world, run_plans
         from tpbed.harness.selectors import check_selectors
 
         check_selectors(plan.scenario.selector for plan in plans)
+        for plan in plans:
+            check_topks(plan.scenario)
         _check_schedule(schedule)
         choice = choose_world(cast("WorldChoice", world), plans)
         screen.progress(f"world {choice.world}: {choice.why}", stays=True)

@@ -35,13 +35,16 @@ from tpbed.selector.tiles import apply_in_tiles
 
 def give_head(plan: Plan, rank: int, faults: Sequence[HeadFault], device: torch.device) -> Any:
     """The lm_head of a rank with what faults have made of it. Raises what a load raises that they make impossible."""
+    scale_of = next((fault.scale_of for fault in faults if isinstance(fault, WrongScale)), None)
     misplaced = any(isinstance(fault, BlocksFromOwnRow) for fault in faults)
-    head = _blocks_from_own_row(plan, rank, device) if misplaced else build_head(plan, rank, device=device)
-    for fault in faults:
-        if isinstance(fault, WrongScale):
-            head = build_head(plan, rank, scale_of=fault.scale_of, device=device)
-        elif not isinstance(fault, BlocksFromOwnRow):
-            head = _CHANGE[type(fault)](head, fault)
+    head: Any = (
+        _blocks_from_own_row(plan, rank, device)
+        if misplaced
+        else build_head(plan, rank, scale_of=scale_of, device=device)
+    )
+    struck = {type(fault): fault for fault in faults}
+    for kind, change in _CHANGE.items():
+        head = change(head, struck[kind]) if kind in struck else head
     return head
 
 
@@ -132,15 +135,15 @@ class _TwoHalves:
         return summed.to(layer.logits_dtype)
 
 
-_CHANGE: dict[type, Callable[[Any, Any], Any]] = {
+_CHANGE: dict[type, Callable[[Any, Any], Any]] = {  # in the order of a load: parameters, their method, what is left
     JunkScale: _junk_scale,
-    StaleMethod: _stale_method,
-    PackedOnly: _packed_only,
-    NoWeight: _no_weight,
     Unloaded: _unloaded,
     ScaleDropped: _scale_dropped,
     Inflated: _inflated,
     Unpadded: _unpadded,
-    Replayed: _replayed,
     OtherTile: _other_tile,
+    Replayed: _replayed,
+    StaleMethod: _stale_method,
+    PackedOnly: _packed_only,
+    NoWeight: _no_weight,
 }

@@ -51,8 +51,10 @@ from tpbed.harness.head_faults import give_head
 from tpbed.harness.inputs import held_shard
 from tpbed.harness.kernels import KERNELS
 from tpbed.harness.plan import Plan
+from tpbed.harness.scenario import Scenario
 from tpbed.selector.topk import TopK, canonical_topk, contract_topk, default_topk, torch_topk
 from tpbed.selector.triton_topk import triton_topk
+from tpbed.tp.errors import TestbedError
 from tpbed.tp.rank import Call, RankContext
 
 TOPKS: dict[str, TopK | None] = {
@@ -64,6 +66,18 @@ TOPKS: dict[str, TopK | None] = {
     **KERNELS,
 }
 F = TypeVar("F")
+
+
+class TopKError(TestbedError):
+    """A name that no top-k has."""
+
+
+def check_topks(scenario: Scenario) -> None:
+    """Raise TopKError for a top-k that there is not, of the scenario or of one rank, before anything is run."""
+    named = [scenario.topk, *(fault.topk for fault in scenario.faults if isinstance(fault, OtherTopK))]
+    for name in named:
+        if name not in TOPKS:
+            raise TopKError(f"{scenario.name}: there is no top-k {name!r}: give one of {', '.join(TOPKS)}.")
 
 
 class InjectedError(RuntimeError):

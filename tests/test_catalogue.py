@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -57,11 +58,32 @@ def test_every_selector_that_is_wrong_on_purpose_is_caught_somewhere():
     assert right <= {s.selector for s in CATALOGUE.values() if not s.expect}
 
 
+UNSERVABLE = {  # no selector can answer these, since vocabulary, format and k do not go together
+    "geometry/k-beyond-vocabulary",
+    "geometry/k-beyond-vocabulary-unchecked",
+    "geometry/vocabulary-that-cannot-be-shared",
+    "quantized/block-cut-by-a-rank",
+    "loading/blocks-from-own-row",
+    "loading/groups-that-do-not-divide",
+    "adapters/sglang-k-above-vocabulary",
+    "adapters/vllm-k-above-vocabulary",
+}
+
+
+@pytest.mark.parametrize("name", [scenario.name for scenario in CATALOGUE.values() if scenario.expect])
+def test_what_goes_wrong_goes_right_without_its_faults_with_a_right_selector_and_top_k(name):
+    """The negative control of every scenario: what it finds is of its fault, its selector or its top-k alone."""
+    right = {"faults": (), "selector": "tpbed", "topk": "canonical", "schedule": ""}
+    plan = make_plan(replace(CATALOGUE[name], **right), seed=7)
+    with open_world("sim", plan.scenario.world_size) as world:
+        verdict = judge(RunRecord.of(plan, world.run(rank_program(plan)), elapsed_s=0.0))
+    assert [finding.kind for finding in verdict.findings] == (["crash_all"] if name in UNSERVABLE else [])
+    assert not verdict.doubts
+
+
 def test_a_scenario_whose_fault_never_fires_is_undecided():
     scenario = CATALOGUE["hang/one-rank-raises"]
     record = simulate("healthy/tp4-padded-tail")
-    from dataclasses import replace
-
     moved = replace(record, plan=replace(record.plan, scenario=scenario))
     verdict = judge(moved)
     assert verdict.status == "UNDECIDED" and describe(scenario.faults[0]) in verdict.doubts[0]

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
+from math import inf
 
 import pytest
+import torch
 from test_catalogue import SIMULATED, simulate
 
-from tpbed.harness.faults import Fact, Nudge, OtherTopK
+from tpbed.harness.fault_oracle import UNFORESEEN, OracleError, foresee
+from tpbed.harness.faults import (
+    Fact,
+    Inflated,
+    JunkScale,
+    NoWeight,
+    Nudge,
+    OtherTile,
+    OtherTopK,
+    PackedOnly,
+    StaleMethod,
+    Unmasked,
+    Unpadded,
+    WrongScale,
+)
+from tpbed.harness.head_faults import give_head
+from tpbed.harness.inject import TopKError, check_topks
 from tpbed.harness.kernels import KERNELS
 from tpbed.harness.misreadings import MISREADINGS
 from tpbed.harness.plan import make_plan
 from tpbed.harness.program import rank_program
+from tpbed.harness.properties import Simulator, faults_diagnosed
 from tpbed.harness.record import RunRecord
-from tpbed.harness.scenario import Scenario
+from tpbed.harness.scenario import Overwrite, Scenario
 from tpbed.harness.serving import SERVING
+from tpbed.harness.strategies import RIGHT, kinds_of
 from tpbed.harness.turn import BATCH
 from tpbed.harness.verdict import Verdict, judge
 from tpbed.scenarios import CATALOGUE
@@ -26,6 +47,7 @@ BY_FACTS = [
     for scenario in SIMULATED
     if scenario.selector in SERVING and any(isinstance(fault, Fact) for fault in scenario.faults)
 ]
+RUNNER = Simulator()
 MINIMUM = CATALOGUE["decision/capacity-of-smallest-memory"]
 
 
@@ -93,3 +115,58 @@ def test_errors_are_marked_where_a_collective_holds_them_back_and_nowhere_else()
         if any(mark.name == PENDING for ledger in simulate(scenario.name).ledgers for mark in ledger.marks)
     }
     assert held == {"collective/error-behind-an-exchange", "collective/error-behind-a-teardown"}
+
+
+@pytest.mark.parametrize("faults", list(permutations([OtherTile(rank=1), PackedOnly(rank=1), NoWeight(rank=1)])))
+def test_faults_of_one_head_do_the_same_in_whatever_order_they_are_planned(faults):
+    plan = make_plan(replace(CATALOGUE["quantized/agreed"], faults=faults), seed=7)
+    head = give_head(plan, 1, faults, torch.device("cpu"))
+    assert (hasattr(head, "weight"), head.quant_method) == (False, None)
+
+
+def test_a_wrong_scale_leaves_the_other_faults_of_its_head_as_they_are():
+    scenario = CATALOGUE["quantized/scale-of-another-shard"]
+    faults = (NoWeight(rank=1), WrongScale(rank=1, scale_of=0))
+    head = give_head(make_plan(replace(scenario, faults=faults), seed=7), 1, faults, torch.device("cpu"))
+    assert not hasattr(head, "weight")
+
+
+@pytest.mark.parametrize("kind", UNFORESEEN, ids=lambda kind: kind.__name__)
+def test_an_oracle_says_which_fault_it_cannot_foresee_and_strategies_never_draw_it(kind):
+    planned = (fault for scenario in CATALOGUE.values() for fault in scenario.faults)
+    fault = replace(next(fault for fault in planned if isinstance(fault, kind)), rank=0)
+    plan = make_plan(replace(MINIMUM, faults=(fault,)), seed=7)
+    with pytest.raises(OracleError, match="cannot be foreseen"):
+        foresee(plan)
+    assert kind not in kinds_of(plan.scenario, "gloo")
+
+
+@pytest.mark.parametrize("changes", [{"topk": "nope"}, {"faults": (OtherTopK(rank=1, topk="nope"),)}])
+def test_a_top_k_that_there_is_not_is_refused_before_anything_is_run(changes):
+    with pytest.raises(TopKError, match="there is no top-k 'nope': give one of contract, torch"):
+        check_topks(replace(MINIMUM, **changes))
+
+
+FORESEEN = [
+    ("bf16", Unpadded(rank=1)),
+    ("bf16", NoWeight(rank=1)),
+    ("bf16", StaleMethod(rank=1)),
+    ("bf16", StaleMethod(rank=1, method="ModelOptFp8LinearMethod")),
+    ("bf16", Unmasked(rank=1)),
+    ("fp8", PackedOnly(rank=1)),
+    ("fp8", NoWeight(rank=1)),
+    ("fp8", OtherTile(rank=1)),
+    ("fp8-tensor", JunkScale(rank=1, junk=1.0)),
+    ("nvfp4-modelopt", Inflated(rank=1)),
+]
+
+
+@pytest.mark.parametrize("selector", RIGHT)
+@pytest.mark.parametrize(("head", "fault"), FORESEEN, ids=str)
+def test_faults_of_heads_and_masks_are_diagnosed_as_an_oracle_foresees_them(head, fault, selector):
+    """Of rank 1 with a part of 1,002 tokens, one of them forbidden; alone, and with the same on a second rank."""
+    forbidden = (Overwrite(row=0, token_id=300, value=-inf),) if selector != "full-gather" else ()
+    scenario = replace(CATALOGUE["loading/share-before-padding"], head=head, selector=selector, overwrites=forbidden)
+    for struck in ((fault,), (fault, replace(fault, rank=2))):
+        plan = make_plan(replace(scenario, faults=struck), seed=7)
+        assert faults_diagnosed(plan, RUNNER) == []
