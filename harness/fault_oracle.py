@@ -8,7 +8,7 @@ the same, the group is broken, and whoever is not there as planned is to be name
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -215,7 +215,7 @@ class _Machine:
 
     def _load_head(self) -> bool:
         """Whether it is a head that admission or its method refuses, once the ranks have voted. Some cannot be made."""
-        scenario, faults = self.plan.scenario, list(self.faults(*get_args(HeadFault)))
+        scenario, faults = self.plan.scenario, _last_of_each_kind(self.faults(*get_args(HeadFault)))
         shard = build_shard(scenario, self.rank)
         share = -(-scenario.org_vocab_size // scenario.world_size)
         if share < shard.width and any(isinstance(fault, Unpadded) for fault in faults):
@@ -291,6 +291,11 @@ class _EndsError(Exception):
 
     def __init__(self, outcome: Outcome, says: str) -> None:
         self.outcome, self.says = outcome, says
+
+
+def _last_of_each_kind(faults: Iterable[Any]) -> list[Any]:
+    """Of those of one rank: a head that is changed twice in the same way is as the last change left it."""
+    return list({(fault.rank, type(fault)): fault for fault in faults}.values())
 
 
 def _is_bad_head(fault: Fault) -> bool:
@@ -389,7 +394,8 @@ class _Group:
             machine.votes_differ = differ
 
     def _heads_differ(self) -> bool:
-        bad = {fault.rank for fault in self.plan.scenario.faults if _is_bad_head(fault)}
+        last = _last_of_each_kind(self.plan.scenario.faults)
+        bad = {fault.rank for fault in last if _is_bad_head(fault)}
         return 0 < len(bad) < len(self.machines)
 
     def _outlook(self, roots: Sequence[Root]) -> Outlook:

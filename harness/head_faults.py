@@ -34,15 +34,17 @@ from tpbed.selector.tiles import apply_in_tiles
 
 
 def give_head(plan: Plan, rank: int, faults: Sequence[HeadFault], device: torch.device) -> Any:
-    """The lm_head of a rank with what faults have made of it. Raises what a load raises that they make impossible."""
-    scale_of = next((fault.scale_of for fault in faults if isinstance(fault, WrongScale)), None)
-    misplaced = any(isinstance(fault, BlocksFromOwnRow) for fault in faults)
-    head: Any = (
-        _blocks_from_own_row(plan, rank, device)
-        if misplaced
-        else build_head(plan, rank, scale_of=scale_of, device=device)
-    )
-    struck = {type(fault): fault for fault in faults}
+    """The lm_head of a rank with what faults have made of it; of two of a kind the last.
+
+    Raises what a load raises that they make impossible.
+    """
+    struck: dict[type, Any] = {type(fault): fault for fault in faults}
+    head: Any
+    if BlocksFromOwnRow in struck:
+        head = _blocks_from_own_row(plan, rank, device)
+    else:
+        scale_of = struck[WrongScale].scale_of if WrongScale in struck else None
+        head = build_head(plan, rank, scale_of=scale_of, device=device)
     for kind, change in _CHANGE.items():
         head = change(head, struck[kind]) if kind in struck else head
     return head

@@ -85,7 +85,7 @@ class _Camp:
 
 def _explain(group: str, seq: int, meeting: Meeting, history: Sequence[_Placed], ledgers: Sequence[Ledger]) -> Finding:
     camps = _camps(meeting)
-    odd = _odd_ranks(camps, group, seq, history, ledgers) or tuple(sorted(meeting))
+    odd = _odd_ranks(camps, seq, history) or _off_pattern(group, camps, ledgers) or tuple(sorted(meeting))
     usual = next((camp.record for camp in camps if not set(camp.ranks) & set(odd)), None)
     differs = _differences(camps)
     calls = "; ".join(f"{name_ranks(c.ranks)} {_call(c.record, differs)}" for c in camps)
@@ -108,30 +108,19 @@ def _camps(meeting: Meeting) -> list[_Camp]:
     return sorted((_Camp(tuple(r), meeting[r[0]]) for r in ranks.values()), key=lambda camp: -len(camp.ranks))
 
 
-def _odd_ranks(
-    camps: list[_Camp], group: str, seq: int, history: Sequence[_Placed], ledgers: Sequence[Ledger]
-) -> tuple[int, ...]:
-    """Everybody outside the largest camp; of equal camps, who is off the pattern of steps, or calls a new thing."""
-    if len(camps) == 1 or len(camps[0].ranks) > len(camps[1].ranks):
-        return _outside(camps)
-    return _off_pattern(group, camps, ledgers) or _unprecedented(camps, seq, history)
+def _odd_ranks(camps: list[_Camp], seq: int, history: Sequence[_Placed]) -> tuple[int, ...]:
+    """Everybody outside the largest camp; between equal camps, those whose call was never made like this before.
 
-
-def _outside(camps: list[_Camp]) -> tuple[int, ...]:
-    return tuple(sorted(rank for camp in camps[1:] for rank in camp.ranks))
-
-
-def _unprecedented(camps: list[_Camp], seq: int, history: Sequence[_Placed]) -> tuple[int, ...]:
-    """Those whose call was never made like this before, where the others' was; nobody where that tells nothing.
-
-    It tells nothing where another place has never been passed before: the others may have passed theirs too often.
+    That tells nothing where a place has never been passed before: the others may have passed theirs too often.
     """
-    precedents = {camp.ranks: _precedents(camp.record, seq, history) for camp in camps}
-    camps = sorted(camps, key=lambda camp: precedents[camp.ranks], reverse=True)
-    passed = {record.site for _, record in history if record.seq < seq}
-    known = all(camp.record.site in passed for camp in camps)
-    tied = precedents[camps[0].ranks] == precedents[camps[1].ranks]
-    return () if tied or not known else _outside(camps)
+    if len(camps) > 1 and len(camps[0].ranks) == len(camps[1].ranks):
+        passed = {record.site for _, record in history if record.seq < seq}
+        precedents = {camp.ranks: _precedents(camp.record, seq, history) for camp in camps}
+        camps = sorted(camps, key=lambda camp: precedents[camp.ranks], reverse=True)
+        tied = precedents[camps[0].ranks] == precedents[camps[1].ranks]
+        if tied or not all(camp.record.site in passed for camp in camps):
+            return ()
+    return tuple(sorted(rank for camp in camps[1:] for rank in camp.ranks))
 
 
 def _precedents(record: CollectiveRecord, seq: int, history: Sequence[_Placed]) -> bool:

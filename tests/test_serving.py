@@ -131,6 +131,15 @@ def test_a_wrong_scale_leaves_the_other_faults_of_its_head_as_they_are():
     assert not hasattr(head, "weight")
 
 
+@pytest.mark.parametrize("selector", RIGHT)
+def test_of_two_methods_left_on_one_head_the_last_counts_in_the_run_and_in_the_oracle(selector):
+    read, ignored = StaleMethod(rank=1), StaleMethod(rank=1, method="ModelOptFp8LinearMethod")
+    for faults, kinds in (((read, ignored), 0), ((ignored, read), 1)):
+        scenario = replace(CATALOGUE["loading/share-before-padding"], selector=selector, faults=faults)
+        plan = make_plan(scenario, seed=7)
+        assert faults_diagnosed(plan, RUNNER) == [] and len(judge(RUNNER(plan)).findings) == kinds
+
+
 @pytest.mark.parametrize("kind", UNFORESEEN, ids=lambda kind: kind.__name__)
 def test_an_oracle_says_which_fault_it_cannot_foresee_and_strategies_never_draw_it(kind):
     planned = (fault for scenario in CATALOGUE.values() for fault in scenario.faults)
@@ -170,3 +179,9 @@ def test_faults_of_heads_and_masks_are_diagnosed_as_an_oracle_foresees_them(head
     for struck in ((fault,), (fault, replace(fault, rank=2))):
         plan = make_plan(replace(scenario, faults=struck), seed=7)
         assert faults_diagnosed(plan, RUNNER) == []
+
+
+def test_a_weight_for_the_share_before_padding_is_whole_where_nothing_is_padded():
+    scenario = replace(CATALOGUE["loading/share-before-padding-on-one-rank"], org_vocab_size=1024, expect=())
+    plan = make_plan(scenario, seed=7)
+    assert faults_diagnosed(plan, RUNNER) == [] and found(scenario).findings == ()
