@@ -330,6 +330,32 @@ def judge(
 
 
 @app.command()
+def flight(
+    dumps: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DUMP...",
+            help="Flight Recorder dumps of a run, pickles or JSON, one a rank, whose names end with its number "
+            "(nccl_trace_rank_3); or the folder that holds them.",
+        ),
+    ],
+    tp: Annotated[
+        int | None, typer.Option("--tp", min=1, help="Ranks of the run: what the dumps name, if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Diagnose the Flight Recorder dumps that PyTorch wrote of a run, NCCL or gloo, without ranks.
+
+    Exit status: 0 nothing is wrong, 1 found, 3 the dumps cannot tell.
+    """
+    from tpbed.harness.flight import EXIT_STATUS, read_report
+
+    report = read_report(dumps, tp)
+    print_json([report.to_json()]) if as_json else print(report)
+    raise typer.Exit(EXIT_STATUS[report.answer])
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run, what is missing, and what to do; exit status 1 if sim or gloo cannot run."""
     from tpbed.harness.doctor import examine, largest_worlds, to_json

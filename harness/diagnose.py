@@ -45,7 +45,7 @@ def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[F
     findings += _frozen(scene, findings)
     findings += _crashes(scene, findings)
     divergences = find_divergences(ledgers)
-    if not findings:
+    if not findings and not scene.unknown:  # nobody knows of a snapshot whether a rank would have gone on
         findings = (
             _incomplete(scene)
             or _shortfalls(scene)
@@ -100,6 +100,7 @@ class _Scene:
         self.ledgers, self.liveness = ledgers, liveness
         self.ended = [ledger.rank for ledger in ledgers if ledger.end is not None]
         self.frozen = [rank for rank, seen in enumerate(liveness) if seen.state in ("stopped", "stalled")]
+        self.unknown = [rank for rank, seen in enumerate(liveness) if seen.state == "unknown"]
         self._mail = Mail(ledgers)
         blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
         self.blocked = {rank: record for rank, record in blocked.items() if not self._gave_up(record)} | self._asking()
@@ -195,6 +196,8 @@ def _place(ranks: list[int], scene: _Scene) -> Place:
     record = scene.blocked[ranks[0]]
     absent = tuple(rank for rank in scene.absent_from(record, ranks[0]) if rank not in ranks)
     roots = tuple(rank for rank in absent if rank not in scene.blocked)
+    known = tuple(rank for rank in roots if scene.ledgers[rank].groups or rank not in scene.unknown)
+    roots = known or roots  # of whom nothing is known, nobody can say that they did not come
     return Place(record, tuple(sorted(ranks)), absent, roots)
 
 
@@ -214,7 +217,6 @@ def _explain_hang(place: Place, scene: _Scene) -> Finding:
     if surplus := find_surplus(place, scene.ledgers, scene.frozen):
         return _explain_surplus(place, surplus, scene)
     frozen = set(ranks) <= set(scene.frozen)
-    fate = "which does not get there" if frozen else "which can never join"
     return Finding(
         kind="stall" if frozen else "hang",
         ranks=ranks,
@@ -223,9 +225,15 @@ def _explain_hang(place: Place, scene: _Scene) -> Finding:
         group=record.group,
         step=record.step,
         waiting_ranks=tuple(sorted(scene.blocked)),
-        text=f"{tell(record, scene.ledgers)} waits for {name_ranks(ranks)}, {fate}",
+        text=f"{tell(record, scene.ledgers)} waits for {name_ranks(ranks)}, {_fate(ranks, scene)}",
         causes=tuple(_cause_of_absence(scene.ledgers[rank], scene.liveness[rank]) for rank in ranks),
     )
+
+
+def _fate(ranks: Sequence[int], scene: _Scene) -> str:
+    if set(ranks) <= set(scene.unknown):
+        return "which had not come by then"
+    return "which does not get there" if set(ranks) <= set(scene.frozen) else "which can never join"
 
 
 def _explain_surplus(place: Place, causes: tuple[Cause, ...], scene: _Scene) -> Finding:
@@ -256,6 +264,9 @@ def _frozen(scene: _Scene, found: Sequence[Finding]) -> list[Finding]:
 def _cause_of_absence(ledger: Ledger, seen: Liveness) -> Cause:
     last = _last(ledger)
     after = f"after {last.op} seq {last.seq}" if last else "before any collective"
+    if ledger.end is None and seen.state == "unknown":
+        known = f"called nothing else {after}" if ledger.groups else f"{seen.detail}: whether it came is not known"
+        return Cause(rank=ledger.rank, text=f"rank {ledger.rank} {known}", site=last.site if last else "")
     if ledger.end is None:
         how = "is stopped" if seen.state == "stopped" else "is busy outside any collective"
         told = f"rank {ledger.rank} {how} {after}" + (f": {seen.detail}" if seen.detail else "")

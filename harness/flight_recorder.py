@@ -1,4 +1,4 @@
-"""FlightDump: what PyTorch's Flight Recorder kept of one rank; read from its files, pickles or JSON, and written.
+"""FlightDump: what PyTorch's Flight Recorder kept of one rank; read from its files, pickles or JSON.
 
 Source of the format: FlightRecorderDetail.hpp of PyTorch 2.13, and torch.distributed.flight_recorder, which reads it.
 """
@@ -9,8 +9,8 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from tpbed.tp.errors import TestbedError
 
-VERSION = "2.10"  # of the dumps that are written
+VERSION = "2"  # of the format, without its minor number, which grows with fields
 DEFAULT_GROUP, UNDESCRIBED = "default_pg", "undefined"  # descriptions that torch.distributed gives
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl|dump|bin))?$")
 _ADVICE = "Give the files that TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE names, one for each rank."
@@ -79,12 +79,12 @@ class FlightEntry:
 
 def _ranks(told: Any) -> Any:
     """`"[0, 1]"`, as the recorder writes it."""
-    return json.loads(told) if isinstance(told, str) else told
+    return json.loads(told or "[]") if isinstance(told, str) else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightGroup:
-    """A process group. ranks: global ones, in group order; none over gloo, which records groups before they have any."""
+    """A process group. ranks: global ones, in group order; none over gloo, whose groups do not tell."""
 
     name: str
     desc: str
@@ -122,13 +122,6 @@ def load_dumps(paths: Sequence[Path]) -> tuple[FlightDump, ...]:
     return tuple(_load(by_rank[rank], rank) for rank in sorted(by_rank))
 
 
-def save_dumps(dumps: Iterable[FlightDump], folder: Path) -> None:
-    """Write each as a pickle `rank_N`, as PyTorch's own analyser reads them; the folder is made if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for dump in dumps:
-        (folder / f"rank_{dump.rank}").write_bytes(pickle.dumps(_plain(dump), protocol=2))
-
-
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -159,8 +152,8 @@ def _load(file: Path, rank: int) -> FlightDump:
         raise DumpError(f"{file} is no Flight Recorder dump: {place or 'it'} - {first['msg']}. {_ADVICE}") from wrong
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as wrong:
         raise DumpError(f"{file} is no whole Flight Recorder dump ({wrong}). {_ADVICE}") from wrong
-    if dump.version.partition(".")[0] != VERSION.partition(".")[0]:
-        raise DumpError(f"{file} is of version {dump.version} of the Flight Recorder: tpbed reads 2.x.")
+    if dump.version.partition(".")[0] != VERSION:
+        raise DumpError(f"{file} is of version {dump.version} of the Flight Recorder: tpbed reads {VERSION}.x.")
     return dump
 
 
@@ -175,31 +168,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump holds plain values alone")
-
-
-def _plain(dump: FlightDump) -> dict[str, Any]:
-    groups = {
-        name: {"name": group.name, "desc": group.desc, "ranks": str(list(group.ranks))}
-        for name, group in dump.pg_config.items()
-    }
-    entries = [_plain_entry(entry) for entry in dump.entries]
-    return {
-        "version": dump.version,
-        "pg_config": groups,
-        "pg_status": {},
-        "comm_lib_version": "",
-        "entries": entries,
-    }
-
-
-def _plain_entry(entry: FlightEntry) -> dict[str, Any]:
-    """With lists, as the recorder has them, for all but the group's name and description."""
-    plain = asdict(entry)
-    for name in ("input_sizes", "output_sizes"):
-        plain[name] = [list(sizes) for sizes in plain[name]]
-    for name in ("input_dtypes", "output_dtypes", "frames"):
-        plain[name] = list(plain[name])
-    return plain
 
 
 @cache

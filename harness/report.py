@@ -217,7 +217,7 @@ def _position(ledger: Ledger, seen: Liveness, *, tell_group: bool) -> Position:
     frame = next((frame for frame in seen.frames if not frame.startswith("tp/")), "")
     if waiting is None:
         return last, f"{seen.state}: {seen.detail}" if seen.detail else seen.state, frame
-    verb = "waiting" if seen.state == "running" else seen.state
+    verb = "waiting" if seen.state in ("running", "unknown") else seen.state
     return last, f"{verb} in {name(waiting)}", waiting.site
 
 
@@ -333,7 +333,7 @@ def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]
         "not_found": [describe_expected(one) for one in verdict.not_found],
         "doubts": list(verdict.doubts),
         "faults": _faults(record),
-        "ranks": [_position_json(*entry) for entry in positions(record).items()],
+        "ranks": [position_json(*entry) for entry in positions(record).items()],
         "torch_version": record.torch_version,
         "evidence": str(evidence) if evidence else None,
         "again": again(record),
@@ -350,7 +350,8 @@ def _finding_json(finding: Finding, verdict: Verdict) -> dict[str, Any]:
     return {**plain, "expected": finding not in verdict.unexpected}
 
 
-def _position_json(place: Position, ranks: tuple[int, ...]) -> dict[str, Any]:
+def position_json(place: Position, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """A row of the table of ranks."""
     return {"ranks": list(ranks), "last_completed": place[0], "now": place[1], "at": place[2]}
 
 

@@ -11,7 +11,7 @@ from tpbed.tp.errors import TestbedError
 from tpbed.tp.ledger import Ledger
 
 RankProgram = Callable[[int], Any]
-RankState = Literal["running", "ended", "dead", "stopped", "stalled"]
+RankState = Literal["running", "ended", "dead", "stopped", "stalled", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class Liveness:
     running: alive, and free to move or waiting in a collective. ended: its program returned or raised.
     dead: its process is gone. stopped: its process is suspended (SIGSTOP).
     stalled: alive, outside any collective, and without progress for the deadline; or it can never run again.
+    unknown: nobody looked; the ledger comes from what another recorder left behind.
     """
 
     state: RankState
