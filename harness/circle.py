@@ -30,14 +30,13 @@ def tell(record: Record, ledgers: Sequence[Ledger]) -> str:
     return f"{record.op} seq {record.seq} of {name_group(record.group, ledgers)}"
 
 
-def explain_circle(places: Sequence[Place], blocked: Mapping[int, Record], ledgers: Sequence[Ledger]) -> Finding:
+def explain_circle(circle: Sequence[Place], blocked: Mapping[int, Record], ledgers: Sequence[Ledger]) -> Finding:
     """A hang in which every rank waits for another.
 
-    places: all where ranks wait; blocked: what each of them waits in.
-    At fault are the ranks of the circle, and no bystanders, for whom nobody waits; or one of them alone, where all
-    others call the same in the same order, and it does not.
+    circle: where ranks wait, without bystanders; blocked: what each rank waits in.
+    At fault are the ranks of the circle; or one of them alone, where all others call the same in the same order, and it
+    does not.
     """
-    circle = _without_bystanders(places)
     ranks = tuple(sorted(rank for place in circle for rank in place.waiting))
     stray = _find_stray(ledgers)
     causes = tuple(_cause(rank, place, blocked[rank]) for place in circle for rank in place.waiting)
@@ -58,8 +57,11 @@ def explain_circle(places: Sequence[Place], blocked: Mapping[int, Record], ledge
     )
 
 
-def _without_bystanders(places: Sequence[Place]) -> list[Place]:
-    """The places with only those ranks for which somebody waits who is waited for, too, and so on."""
+def without_bystanders(places: Sequence[Place]) -> list[Place]:
+    """The places with only those ranks for which somebody waits who is waited for, too, and so on.
+
+    None is left where one waits for nobody who is known, as in dumps that do not list the members of groups.
+    """
     circle = list(places)
     while True:
         wanted = {rank for place in circle for rank in place.absent}

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tpbed.harness.circle import Place, Record, explain_circle, tell
+from tpbed.harness.circle import Place, Record, explain_circle, tell, without_bystanders
 from tpbed.harness.decisions import Divergence, find_divergences
 from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.messages import find_lone_messages, find_unfit_messages
@@ -103,7 +103,8 @@ class _Scene:
         self.unknown = [rank for rank, seen in enumerate(liveness) if seen.state == "unknown"]
         self._mail = Mail(ledgers)
         blocked = {ledger.rank: record for ledger in ledgers if (record := _blocked_in(ledger)) is not None}
-        self.blocked = {rank: record for rank, record in blocked.items() if not self._gave_up(record)} | self._asking()
+        self.blocked = {rank: record for rank, record in blocked.items() if not self._gave_up(record)}
+        self.blocked |= self._asking()
 
     def absent_from(self, record: Record, waiting: int) -> tuple[int, ...]:
         """The ranks that never joined this collective or message of rank `waiting`, or died or raised in it."""
@@ -128,9 +129,15 @@ class _Scene:
     def _is_absent(self, rank: int, record: CollectiveRecord) -> bool:
         ledger = self.ledgers[rank]
         own = next((r for r in ledger.in_group(record.group) if r.seq == record.seq), None)
-        if own is None:
+        if own is None or self._is_held(rank, own):
             return True
         return ledger.end is not None and ledger.end.how != "returned" and own.state != "completed"
+
+    def _is_held(self, rank: int, own: CollectiveRecord) -> bool:
+        """Whether the rank's call is queued behind an open one of another group, as on CUDA streams."""
+        first = self.blocked.get(rank)
+        is_open = own.state in ("scheduled", "started")
+        return is_open and first is not None and first.group != own.group and first.started_ns < own.started_ns
 
 
 def _blocked_in(ledger: Ledger) -> Record | None:
@@ -160,7 +167,8 @@ def _hangs(scene: _Scene, mismatches: Sequence[Finding]) -> list[Finding]:
     rooted = _one_per_root([place for place in places if place.roots])
     if rooted:
         return [_explain_hang(place, scene) for place in rooted]
-    return [explain_circle(places, scene.blocked, scene.ledgers)] if places and not mismatches else []
+    circle = without_bystanders(places)
+    return [explain_circle(circle, scene.blocked, scene.ledgers)] if circle and not mismatches else []
 
 
 def _unprovoked(place: Place, mismatches: Sequence[Finding], scene: _Scene) -> Place | None:
