@@ -179,6 +179,17 @@ def last_rank_raises_afterwards(hidden: Tensor, head: Any, *, k: int, group: Any
     return right
 
 
+def meet_in_two_groups(
+    hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any, crossed: bool
+) -> Candidates:
+    """Reduces in a group of ranks 0 and 1 and then in that of all; crossed: rank 1 the other way round."""
+    pair, rank = dist.new_group([0, 1]), head.shard.rank
+    groups = [pair, group] if rank < 2 else [group]
+    for one in reversed(groups) if crossed and rank == 1 else groups:
+        dist.all_reduce(torch.ones(1, device=hidden.device), group=one)
+    return compute_candidates(hidden, head, k=k, group=group, topk=topk, note=note)
+
+
 SELECTORS: dict[str, Selector] = {
     "tpbed": compute_candidates,
     "packed": partial(compute_candidates, merge="packed"),
@@ -205,6 +216,8 @@ SELECTORS: dict[str, Selector] = {
     "rescore-locally": rescore_locally,
     "last-rank-swaps-two": last_rank_swaps_two,
     "last-rank-raises-afterwards": last_rank_raises_afterwards,
+    "two-groups": partial(meet_in_two_groups, crossed=False),
+    "crossed-groups": partial(meet_in_two_groups, crossed=True),
 }
 
 

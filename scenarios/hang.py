@@ -132,4 +132,28 @@ SCENARIOS = (
         faults=(Raise(rank=0, seq=2, message="illegal memory access"),),
         expect=(Expected(kind="hang", ranks=(0,), seq=2, error="InjectedError"),),
     ),
+    Scenario(
+        name="hang/crossed-groups",
+        claim="Two ranks come to their own group and to all in different orders: both are in the circle, and no other.",
+        kind=4,
+        source="NVIDIA/nccl#195",
+        world_size=2,
+        selector="crossed-groups",
+        expect=(Expected(kind="hang", ranks=(0, 1), op="all_reduce", seq=1, says="in a circle"),),
+    ),
+    Scenario(
+        name="hang/crossed-groups-of-four",
+        claim="Ranks that wait for the two in the default group are bystanders.",
+        kind=4,
+        source="NVIDIA/nccl#195",
+        selector="crossed-groups",
+        expect=(Expected(kind="hang", ranks=(0, 1), op="all_reduce", seq=1, says="in a circle"),),
+    ),
+    Scenario(
+        name="hang/groups-in-order",
+        claim="The same two groups in one order on every rank pass.",
+        kind=0,
+        source="NVIDIA/nccl#195",
+        selector="two-groups",
+    ),
 )
