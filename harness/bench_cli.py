@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it, and not by 
 
     from tpbed.harness.bench import Ratio
     from tpbed.harness.bench_gpu import Figure, GpuReport
+    from tpbed.harness.gathers import GatherPoint
     from tpbed.harness.plot import Panel
     from tpbed.harness.scale import ScalePoint
     from tpbed.harness.soak import RanksReport
@@ -190,6 +191,53 @@ def _texts(figure: Figure | None) -> list[str]:
     if figure is None:
         return ["", ""]
     return [f"{figure.us:,.1f}", "" if figure.ratio is None else f"{figure.ratio:.2f}"]
+
+
+@app.command()
+def gathers(
+    context: typer.Context,
+    tp: Annotated[
+        str, typer.Option("--tp", metavar="N,...", help="Ranks; default: of 2, 4 and 8 those that have a GPU each.")
+    ] = "",
+    world: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
+    rows: Annotated[str, typer.Option(metavar="N,...", help="Rows of a step.")] = "8,32,128",
+    tokens: Annotated[int, typer.Option(min=16, help="Of the whole vocabulary.")] = 128_256,
+    rounds: Annotated[int, typer.Option(min=1, help="In each of which every merge is timed once.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """One packed gather beside two gathers and the gather of all logits, eager and (NCCL) in a CUDA graph."""
+    with telling() as progress:
+        progress("loading torch")
+        from tpbed.harness.gathers import GatherPlan, largest_sizes, measure_gathers, require_ranks
+
+        sizes = _numbers("--tp", tp) if tp else largest_sizes(world)
+        backend, counts = require_ranks(world, sizes), _numbers("--rows", rows)
+        plans = [
+            GatherPlan(backend=backend, world_size=size, rows=counts, tokens=tokens, rounds=rounds) for size in sizes
+        ]
+        points = [point for plan in plans for point in measure_gathers(plan, progress)]
+    if as_json or context.obj:
+        print_json([{"type": "gather", **asdict(point)} for point in points])
+    else:
+        print_table(_table_of_gathers(points))
+
+
+def _table_of_gathers(points: Sequence[GatherPoint]) -> Table:
+    from rich.table import Table
+
+    table = Table("", title="Microseconds a call, of the slowest rank; ratios to packed, medians (least to greatest)")
+    for heading in ("merge", "KiB a rank", "least", "median", "greatest", "ratio"):
+        table.add_column(heading, justify="left" if heading == "merge" else "right")
+    case = ""
+    for point in points:
+        label = f"{point.backend}, TP={point.world_size}, {point.rows} rows, {point.mode} {point.part}"
+        if label != case:
+            table.add_section()
+        times = (f"{us:,.0f}" for us in (point.least_us, point.median_us, point.greatest_us))
+        ratio = f"{point.ratio:.2f} ({point.ratio_least:.2f} to {point.ratio_greatest:.2f})"
+        table.add_row("" if label == case else label, point.merge, f"{point.bytes_per_rank / 1024:,.0f}", *times, ratio)
+        case = label
+    return table
 
 
 def _table_of_hangs(report: RanksReport) -> Table:
