@@ -1,13 +1,15 @@
-"""Rank programs that hang, and how a real process runs one over gloo and leaves its Flight Recorder dump.
+"""Rank programs that hang, and how real processes run one and leave their Flight Recorder dumps.
 
-Each yields the handles it would wait for. As `python flight_programs.py NAME RANK WORLD_SIZE FOLDER` a process waits
-for those that come to an end, and writes `FOLDER/dumps/rank_N` when it has issued the one that does not.
+Each yields the handles it would wait for. As `python flight_programs.py NAME BACKEND WORLD_SIZE FOLDER` processes wait
+for those that come to an end, and write `FOLDER/rank_N` when they have issued the one that does not.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +20,9 @@ Program = Callable[[int], Iterator[dist.Work]]
 
 
 def returns_early(rank: int) -> Iterator[dist.Work]:
-    """Rank 2 lacks the barrier."""
+    """The last rank lacks the barrier."""
     yield dist.all_reduce(torch.ones(3), async_op=True)
-    if rank != 2:
+    if rank != dist.get_world_size() - 1:
         yield dist.barrier(async_op=True)
 
 
@@ -59,17 +61,34 @@ PROGRAMS: dict[str, tuple[Program, tuple[int, ...]]] = {
 """With how many handles each rank comes to an end."""
 
 
-def main(name: str, rank: int, world_size: int, folder: Path) -> None:
-    """Run it as one rank of a real group."""
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def leave_dumps(name: str, backend: str, world_size: int, folder: Path) -> None:
+    """Run it on as many processes, which end of themselves; raises if one fails."""
+    env = os.environ | {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = [sys.executable, __file__, name, backend, str(world_size), str(folder)]
+        ranks = [
+            subprocess.Popen([*arguments, str(rank), str(Path(meeting) / "store")], env=env)
+            for rank in range(world_size)
+        ]
+        ends = [rank.wait(120) for rank in ranks]
+    assert not any(ends), ends
+
+
+def _run(name: str, backend: str, world_size: int, folder: Path, rank: int, store: dist.Store) -> None:
+    """As one rank of a real group. Over NCCL groups are formed at once, so that no rank waits for another there."""
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    torch.set_default_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
     program, ends = PROGRAMS[name]
     for number, work in enumerate(program(rank)):
         if number == ends[rank]:
             break
         work.wait()
-    recorded = torch._C._distributed_c10d._dump_fr_trace()
-    (folder / "dumps" / f"rank_{rank}").write_bytes(recorded)
+        if device is not None:
+            torch.cuda.current_stream().synchronize()
+    recorded = torch._C._distributed_c10d
+    dump = recorded._dump_nccl_trace() if backend == "nccl" else recorded._dump_fr_trace()
+    (folder / f"rank_{rank}").write_bytes(dump)
     store.add("dumped", 1)
     while store.add("dumped", 0) < world_size:
         os.sched_yield()
@@ -77,4 +96,9 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    _name, _backend, _world_size, _folder, *_own = sys.argv[1:]
+    if _own:
+        _store = dist.FileStore(_own[1], int(_world_size))
+        _run(_name, _backend, int(_world_size), Path(_folder), int(_own[0]), _store)
+    else:
+        leave_dumps(_name, _backend, int(_world_size), Path(_folder))

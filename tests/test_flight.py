@@ -1,10 +1,7 @@
 """Flight Recorder dumps: real ones of gloo, and built by hand, are diagnosed as the ledgers of the same run."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import flight_programs
@@ -31,18 +28,6 @@ def root(finding):
     return finding.kind, finding.ranks, finding.op, finding.seq, finding.group, finding.waiting_ranks
 
 
-def dump_of_gloo(name, folder):
-    """Three real processes run the program over gloo, each until it is where it hangs."""
-    (folder / "dumps").mkdir()
-    env = os.environ | {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
-    told = [
-        subprocess.Popen([sys.executable, flight_programs.__file__, name, str(rank), "3", str(folder)], env=env)
-        for rank in range(3)
-    ]
-    assert [process.wait(120) for process in told] == [0, 0, 0]
-    return folder / "dumps"
-
-
 def ledgers_of(name):
     program, _ = flight_programs.PROGRAMS[name]
     return SimulatedWorld(3).run(lambda rank: [work.wait() for work in program(rank)])
@@ -50,7 +35,8 @@ def ledgers_of(name):
 
 @pytest.mark.parametrize("name", ["returns_early", "skips_in_a_subgroup", "calls_another_op"])
 def test_a_real_dump_of_gloo_gives_the_root_cause_that_the_ledgers_give(name, tmp_path):
-    told = read_report([dump_of_gloo(name, tmp_path)])
+    flight_programs.leave_dumps(name, "gloo", 3, tmp_path)
+    told = read_report([tmp_path])
     run = ledgers_of(name)
     (proved,) = diagnose(run.ledgers, run.liveness)
     found = only_finding(told)
@@ -61,7 +47,8 @@ def test_a_real_dump_of_gloo_gives_the_root_cause_that_the_ledgers_give(name, tm
 
 
 def test_gloo_does_not_tell_who_belongs_to_a_group_that_one_rank_used_alone_so_that_is_undecided(tmp_path):
-    told = read_report([dump_of_gloo("crosses_groups", tmp_path)])
+    flight_programs.leave_dumps("crosses_groups", "gloo", 3, tmp_path)
+    told = read_report([tmp_path])
     assert told.answer == "undecided" and "all_reduce seq 1 of group 1 (rank 0)" in told.doubts[0]
     run = ledgers_of("crosses_groups")
     assert diagnose(run.ledgers, run.liveness)[0].ranks == (0, 1)
