@@ -15,6 +15,7 @@ from tpbed.harness.flight_ledgers import FlightRun, is_gloo, read_flight
 from tpbed.harness.flight_recorder import DumpError, FlightDump, load_dumps
 from tpbed.harness.report import WIDTH, explain, position_json, positions
 from tpbed.tp.ledger import WORLD
+from tpbed.tp.stuck import find_waits
 
 Answer = Literal["healthy", "found", "undecided"]
 FORMAT = 1  # of the JSON; goes up when a field is renamed, removed or changes its meaning
@@ -108,8 +109,8 @@ def _blind_spots(dumps: Sequence[FlightDump], world_size: int) -> Iterator[str]:
 
 def _open_calls(run: FlightRun) -> Iterator[str]:
     """What all who are known have joined, and is not complete."""
-    waiting = [record for ledger in run.ledgers if (record := ledger.waiting_in()) is not None]
-    for place in dict.fromkeys(tell(record, run.ledgers) for record in waiting):
+    joined = [wait.record for wait in find_waits(run.ledgers).values() if not wait.missing_ranks]
+    for place in dict.fromkeys(tell(record, run.ledgers) for record in joined):
         yield (
             f"{place} is not complete, and all who are known have called it alike: it was under way, or the network "
             "or a kernel holds it, or they differ in what a dump does not show (root, reduce op, strides)."
