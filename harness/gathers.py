@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from tpbed.selector.candidates import Merge, choose_local, merge_candidates
 from tpbed.selector.merge import gather_columns
-from tpbed.selector.packed import keyed_topk, pack_keys
+from tpbed.selector.packed import keyed_topk
 from tpbed.selector.shard import VocabShard
 from tpbed.tp.errors import TestbedError
 
@@ -160,19 +160,12 @@ def _call(
     logits = torch.randn(rows, shard.width, generator=seeded)
     logits[:, shard.num_org :] = -torch.inf
     logits = logits.bfloat16().to(device)
-    values, ids = choose_local(logits, shard, k=K, topk=keyed_topk, merge=merge)
-    payload = _payload(merge, values, ids)
+    local = choose_local(logits, shard, k=K, topk=keyed_topk, merge=merge)
+    payload = [local[0].float(), local[1]] if merge == "two_gather" else list(local)
     size = sum(tensor.nbytes for tensor in payload)
     if part == "gather":
         return partial(_gather, payload), size
-    return partial(merge_candidates, values, ids, shard, k=K, group=None, merge=merge), size
-
-
-def _payload(merge: Merge, values: Tensor, ids: Tensor) -> list[Tensor]:
-    """What is gathered; to a full_gather the values are all logits."""
-    if merge == "two_gather":
-        return [values.float(), ids]
-    return [pack_keys(values, ids)] if merge == "packed" else [values]
+    return partial(merge_candidates, local, shard, k=K, group=None, merge=merge, topk=keyed_topk), size
 
 
 def _gather(payload: Sequence[Tensor]) -> list[Tensor]:

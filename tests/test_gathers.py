@@ -43,7 +43,12 @@ def test_a_rank_that_fails_is_an_error_that_names_it():
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(("--world", "nccl", "--tp", "99"), "NCCL needs a GPU per rank"), (("--world", "tpu"), "none of nccl, gloo")],
+    [
+        (("--world", "nccl", "--tp", "2,99"), "NCCL needs a GPU per rank"),
+        (("--world", "tpu"), "none of nccl, gloo"),
+        (("--world", "gloo", "--tp", "1,2"), "1 rank gathers nothing"),
+        (("--world", "gloo", "--rows", "8,x"), "--rows '8,x' is no list of numbers"),
+    ],
 )
 def test_what_this_machine_has_not_is_refused_before_anything_is_started(arguments, says, capsys):
     with pytest.raises(SystemExit) as end:
