@@ -117,7 +117,7 @@ def test_a_fault_on_a_rank_that_is_not_there_is_refused_with_the_ranks_there_are
 
 
 def test_the_world_size_selects_among_what_is_named():
-    assert [plan.scenario.name for plan in plans("hang", tp=2, changes=RAISES)] == [PAIR]
+    assert [plan.scenario.name for plan in plans("hang", tp=2, changes=RAISES)] == [PAIR, "hang/crossed-groups"]
     with pytest.raises(UsageError, match="no selected scenario has --tp 3"):
         plans("hang", tp=3)
 
