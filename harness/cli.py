@@ -1,4 +1,4 @@
-"""The command line: arguments in, exit status out; all that prints but harness/bench_cli.py and neartie_cli.py."""
+"""The command line: arguments in, exit status out; all that prints but the other *_cli.py files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 
 import typer
 
-from tpbed.harness import bench_cli, neartie_cli
+from tpbed.harness import bench_cli, neartie_cli, repro_cli
 from tpbed.harness.choice import (
     Changes,
     UsageError,
@@ -63,6 +63,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_cli.app, name="bench")
 app.command()(neartie_cli.neartie)
+app.command()(repro_cli.repro)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -247,7 +248,7 @@ def run(
         check_selectors(plan.scenario.selector for plan in plans)
         for plan in plans:
             check_topks(plan.scenario)
-        _check_schedule(schedule)
+        _check_schedule(schedule, [plan.scenario.world_size for plan in plans])
         choice = choose_world(cast("WorldChoice", world), plans)
         screen.progress(f"world {choice.world}: {choice.why}", stays=True)
         session = run_plans(
@@ -287,7 +288,7 @@ def explore(
     Exit status: 0 none has one, 1 the shortest that has one is told, 3 there are more than --max-runs can tell.
     """
     programs = [program for target in targets for program in _programs(target, tp, seed)]
-    _check_schedule(schedule)
+    _check_schedule(schedule, [size for _, size, _, _ in programs])
     import torch
 
     from tpbed.harness.explore import EXIT_STATUS, explore_schedules, replay
@@ -424,11 +425,11 @@ def _check_paths(junit: Path | None, out: Path) -> None:
         raise UsageError(f"--out {out} is a file: give a folder, which is made if need be.")
 
 
-def _check_schedule(text: str) -> None:
-    from tpbed.harness.schedules import read_schedule
+def _check_schedule(text: str, world_sizes: Iterable[int]) -> None:
+    from tpbed.harness.schedules import check_schedule
 
-    if text:
-        read_schedule(text)
+    for world_size in world_sizes:
+        check_schedule(text, world_size)
 
 
 def _programs(target: str, tp: int | None, seed: int) -> Iterator[tuple[str, int, tuple[RankProgram, Find], str]]:

@@ -24,6 +24,7 @@ from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.harness.verdict import Status, Verdict, judge
 from tpbed.harness.worlds import Placement, Progress, open_world
 from tpbed.tp.ledger import Ledger
+from tpbed.tp.schedule import ScheduleError
 from tpbed.tp.simulated import SimulatedWorld
 from tpbed.tp.world import Liveness, World, WorldRun
 
@@ -156,6 +157,10 @@ def run_plan(world: World, plan: Plan, *, on_failure: Callable[[], None] = lambd
         with following(world, schedule):
             run = world.run(rank_program(plan), stall_after_s=plan.scenario.stall_after_s)
         return judge_safely(RunRecord.of(plan, run, elapsed_s=time.perf_counter() - began))
+    except ScheduleError as error:
+        record = _bare_record(plan, world.name, time.perf_counter() - began)
+        told = f"schedule {schedule} cannot be followed: {error}"
+        return Verdict(record=replace(record, error=told), status="UNDECIDED", findings=(), doubts=(told,))
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the verdict
         on_failure()
         return _undecided(_bare_record(plan, world.name, time.perf_counter() - began), "the test bed failed", error)

@@ -35,6 +35,17 @@ def read_schedule(text: str) -> Schedule:
         ) from None
 
 
+def check_schedule(text: str, world_size: int) -> None:
+    """Raise ScheduleTextError for a word that says no schedule of so many ranks; an empty one is any world's own."""
+    schedule = read_schedule(text) if text else None
+    unknown = [choice for choice in getattr(schedule, "choices", ()) if not 0 <= choice < world_size]
+    if unknown:
+        raise ScheduleTextError(
+            f"schedule {text!r} gives a turn to rank {unknown[0]}, and {world_size} ranks are 0 to {world_size - 1}: "
+            "replay the program that was explored, with its world size."
+        )
+
+
 def tell_schedule(schedule: Schedule) -> str:
     """The word for one that `read_schedule` can give."""
     if isinstance(schedule, Seeded):

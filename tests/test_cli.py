@@ -539,7 +539,15 @@ def test_what_cannot_be_explored_is_told_in_one_line(tpbed, timed, target):
 def test_only_simulated_ranks_follow_a_schedule(tpbed, world):
     status, _, err = tpbed("run", "hang", "--world", world, "--schedule", "0,1")
     assert status == 2 and f"who runs next in --world {world}" in err
-    assert tpbed("run", "hang", "--schedule", "zero")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("zero", "'zero' is none of round-robin"), ("0,9", "a turn to rank 9, and 4 ranks are 0 to 3"), ("-1", "rank -1")],
+)
+def test_a_schedule_that_is_none_is_told_before_anything_runs(tpbed, word, told):
+    status, out, err = tpbed("run", "hang/one-rank-raises", "--world", "sim", f"--schedule={word}")
+    assert (status, out) == (2, "") and told in last(err)
 
 
 def test_run_follows_a_schedule_in_the_simulated_world(tpbed, catalogue, monkeypatch):

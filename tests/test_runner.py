@@ -21,6 +21,7 @@ from tpbed.harness.runner import (
     run_scenario,
 )
 from tpbed.harness.verdict import Verdict, judge
+from tpbed.tp.simulated import SimulatedWorld
 from tpbed.tp.world import Liveness, WorldRun
 
 PASSES = unlike(ONE_RAISES, name="a/passes")
@@ -157,6 +158,13 @@ def test_a_world_that_fails_makes_its_scenario_undecided_and_is_replaced():
     assert doubt.startswith("the test bed failed: Traceback")
     assert doubt.endswith("RuntimeError: the actor is gone")
     assert [entry for entry in worlds.diary if isinstance(entry, str)] == ["open 4", "close 4", "open 4", "close 4"]
+
+
+def test_a_schedule_that_ranks_cannot_follow_is_told_without_a_traceback():
+    verdict = run_scenario(SimulatedWorld(4), ONE_RAISES, seed=0, schedule="0,0,0,0,0,0")
+    assert verdict.status == "UNDECIDED"
+    assert verdict.doubts[0].startswith("schedule 0,0,0,0,0,0 cannot be followed: choice 2 of 6 is rank 0, but only [1")
+    assert "Traceback" not in verdict.doubts[0]
 
 
 def test_the_record_of_a_run_that_failed_is_undecided_again_when_it_is_judged_again():
