@@ -121,7 +121,8 @@ class Outlook:
 
     roots: all must be found. culprits: ranks that may be named besides, for faults that strike too.
     spoilt: wrong data has reached the answers, so that checks of them may find it.
-    open_end: the group went on after a mismatch, on mixed-up data: more faults may strike, and more may be found.
+    open_end: the group went on after a mismatch, or with all ranks changed alike, on mixed-up data: more faults may
+        strike, and more may be found.
     """
 
     fired: frozenset[int]
@@ -183,6 +184,7 @@ class _Machine:
     calls: tuple[PlannedCall, ...]
     fired: Counter[int] = field(default_factory=Counter)
     harmful: bool = False  # a fault has struck that a finding may name
+    altered: bool = False  # what it issues now is not what is planned
     spoilt: bool = False
     skipped: bool = False
     votes_differ: bool = False
@@ -255,7 +257,7 @@ class _Machine:
 
     def _issue(self, call: PlannedCall, seq: list[int]) -> Iterator[PlannedCall]:
         """One collective on its way to the group, past the faults that strike there."""
-        asked = seq[0]
+        asked, planned = seq[0], call
         for index, fault in enumerate(self.plan.scenario.faults):
             if not isinstance(fault, get_args(CollectiveFault)) or fault.rank != self.rank:
                 continue
@@ -269,6 +271,7 @@ class _Machine:
                     return
                 call = changed
         seq[0] += 1
+        self.altered = call != planned
         yield call
 
     def _struck(self, fault: Any, call: PlannedCall) -> PlannedCall | None:
@@ -439,8 +442,9 @@ class _Group:
         camps = Counter((call.dtype, call.shape, call.step) for call in issued.values())
         strided = [rank for rank, call in issued.items() if call.strided]
         if not absent and len(camps) == 1 and not strided:
+            self.open_end = self.open_end or any(machine.altered for machine in self.machines)
             return []
-        self.open_end = not absent and len({call.payload_bytes for call in issued.values()}) == 1
+        self.open_end = self.open_end or not absent and len({call.payload_bytes for call in issued.values()}) == 1
         if self.seq > len(self.calls):
             return self._overdone(issued, absent)
         odd = self._odd(issued, camps) if len(camps) > 1 else []
