@@ -102,9 +102,11 @@ def _explain(group: str, seq: int, meeting: Meeting, history: Sequence[_Placed],
 
 
 def _camps(meeting: Meeting) -> list[_Camp]:
+    """By what was issued; by call sites only where nothing else tells the ranks apart."""
+    alike = len({_signature(record) for record in meeting.values()}) == 1
     ranks: dict[tuple[object, ...], list[int]] = {}
     for rank, record in sorted(meeting.items()):
-        ranks.setdefault((*_signature(record), record.site), []).append(rank)
+        ranks.setdefault((*_signature(record), record.site if alike else ""), []).append(rank)
     return sorted((_Camp(tuple(r), meeting[r[0]]) for r in ranks.values()), key=lambda camp: -len(camp.ranks))
 
 

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 from tpbed.harness.scenario import Scenario, ScenarioError
+
+PropertyName = Literal[
+    "no_finding",
+    "ranks_agree",
+    "right_tokens",
+    "right_order",
+    "masked_columns_never_win",
+    "tp_invariant",
+    "row_invariant",
+    "shard_order_invariant",
+    "faults_diagnosed",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +33,7 @@ class Plan:
     asked: tuple[str, ...] = ()  # the words after `tpbed run` that give this plan; none: the scenario's name and seed
     row_order: tuple[int, ...] = ()  # the rows that each step shows, of those it has; empty: all, as they come
     shard_order: tuple[int, ...] = ()  # whose shard each rank holds; empty: its own
+    must_hold: PropertyName | Literal[""] = ""  # of tpbed.harness.properties; a run is judged by this one, too
 
     def __post_init__(self) -> None:
         scenario = self.scenario

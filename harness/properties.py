@@ -14,12 +14,12 @@ from tpbed.harness.fault_oracle import Outlook, Root, foresee
 from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Finding, name_ranks
 from tpbed.harness.inputs import build_shard
-from tpbed.harness.plan import Plan
+from tpbed.harness.plan import Plan, PropertyName
 from tpbed.harness.program import rank_program
 from tpbed.harness.record import RunRecord
 from tpbed.harness.scenario import Scenario
 from tpbed.harness.schedules import following
-from tpbed.harness.verdict import judge
+from tpbed.harness.verdict import Status, Verdict, judge
 from tpbed.selector.quantized import FORMATS
 from tpbed.tp.simulated import SimulatedWorld
 
@@ -36,7 +36,7 @@ class Runner(Protocol):
 class Breach:
     """A property that a plan breaks. plan: of the run that shows it. findings: what the judgement said of it."""
 
-    name: str
+    name: PropertyName
     text: str  # what was expected, and what came out
     plan: Plan
     findings: tuple[Finding, ...] = ()
@@ -93,7 +93,7 @@ def right_order(plan: Plan, run: Runner) -> list[Breach]:
     return _against_reference(plan, run, "right_order", "order")
 
 
-def _against_reference(plan: Plan, run: Runner, name: str, kind: str) -> list[Breach]:
+def _against_reference(plan: Plan, run: Runner, name: PropertyName, kind: str) -> list[Breach]:
     record = run(plan)
     found = [one for one in check_candidates(record, answers_by_step(record)) if one.kind == kind]
     return [Breach(name=name, text=_told(finding), plan=plan, findings=(finding,)) for finding in found]
@@ -213,7 +213,7 @@ def _all_told(found: Sequence[Finding]) -> str:
     return "; ".join(map(_told, found)) or "nothing"
 
 
-PROPERTIES: dict[str, Property] = {
+OF_FAULTLESS_RUNS: dict[PropertyName, Property] = {
     "no_finding": no_finding,
     "ranks_agree": ranks_agree,
     "right_tokens": right_tokens,
@@ -223,6 +223,24 @@ PROPERTIES: dict[str, Property] = {
     "row_invariant": row_invariant,
     "shard_order_invariant": shard_order_invariant,
 }
+OF_FAULTED_RUNS: dict[PropertyName, Property] = {"faults_diagnosed": faults_diagnosed}
+PROPERTIES = OF_FAULTLESS_RUNS | OF_FAULTED_RUNS
+
+
+def judge_property(verdict: Verdict) -> Verdict:
+    """The verdict on a run whose plan must hold a property; runs that it is compared with are simulated here.
+
+    What faults come to is for the property alone: the scenario need not expect it.
+    """
+    record = verdict.record
+    plan = record.plan
+    if not plan.must_hold or record.error:
+        return verdict
+    simulator = Simulator()
+    breaches = PROPERTIES[plan.must_hold](plan, lambda other: record if other == plan else simulator(other))
+    broken = tuple(breach.text for breach in breaches)
+    usual: Status = "PASS" if plan.must_hold in OF_FAULTED_RUNS else verdict.status
+    return replace(verdict, status="FAIL" if broken else usual, broken=broken)
 
 
 def has_exact_logits(plan: Plan) -> bool:
@@ -235,7 +253,7 @@ def _with(plan: Plan, **changes: Any) -> Plan:
 
 
 def _first_difference(
-    name: str, plan: Plan, others: Iterator[Plan] | list[Plan], run: Runner, told: str, order: range | tuple[int, ...]
+    name: PropertyName, plan: Plan, others: Iterator[Plan] | list[Plan], run: Runner, told: str, order: range | tuple[int, ...]
 ) -> list[Breach]:
     """The first of the other runs that answers differently. order: the rows of the plan's that the others show."""
     usual = _answers(run(plan))

@@ -307,6 +307,9 @@ def _told_expected(verdict: Verdict) -> Iterator[str]:
     if not verdict.record.plan.scenario.expect:
         yield "no finding"
     yield from (f"not this: {_brief(finding)}" for finding in verdict.unexpected)
+    name = verdict.record.plan.must_hold
+    if name:
+        yield f"{name} - {'; '.join(verdict.broken) or 'holds'}"
 
 
 def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]:
@@ -331,6 +334,8 @@ def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]
         "findings": [_finding_json(finding, verdict) for finding in verdict.findings],
         "expected": [describe_expected(one) for one in scenario.expect],
         "not_found": [describe_expected(one) for one in verdict.not_found],
+        "must_hold": record.plan.must_hold,
+        "broken": list(verdict.broken),
         "doubts": list(verdict.doubts),
         "faults": _faults(record),
         "ranks": [position_json(*entry) for entry in positions(record).items()],
@@ -410,6 +415,7 @@ def _summary(verdict: Verdict) -> str:
     told = [_headline(doubt) for doubt in verdict.doubts]
     told += [f"unexpected: {_brief(finding)}" for finding in verdict.unexpected]
     told += [f"not found: {describe_expected(one)}" for one in verdict.not_found]
+    told += [f"{verdict.record.plan.must_hold}: {text}" for text in verdict.broken]
     return "; ".join(told)
 
 

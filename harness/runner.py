@@ -16,6 +16,7 @@ import torch
 
 from tpbed.harness.plan import Plan, make_plan
 from tpbed.harness.program import rank_program
+from tpbed.harness.properties import judge_property
 from tpbed.harness.record import RunRecord, save_record
 from tpbed.harness.report import WORLD_OPTIONS, render
 from tpbed.harness.scenario import Scenario, WorldName
@@ -169,7 +170,7 @@ def run_plan(world: World, plan: Plan, *, on_failure: Callable[[], None] = lambd
 def judge_safely(record: RunRecord) -> Verdict:
     """judge, where a crash of the judgement itself is UNDECIDED."""
     try:
-        return judge(record)
+        return judge_property(judge(record))
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes the verdict
         return _undecided(record, "judging it failed", error)
 

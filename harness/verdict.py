@@ -19,7 +19,10 @@ Status = Literal["PASS", "FAIL", "UNDECIDED"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What one run showed. PASS: exactly the findings that its scenario expects."""
+    """What one run showed. PASS: exactly the findings that its scenario expects, and the property that must hold does.
+
+    broken: what was expected of that property, and what came.
+    """
 
     record: RunRecord
     status: Status
@@ -27,6 +30,7 @@ class Verdict:
     unexpected: tuple[Finding, ...] = ()
     not_found: tuple[Expected, ...] = ()
     doubts: tuple[str, ...] = ()  # why the run proves nothing
+    broken: tuple[str, ...] = ()
 
 
 def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS) -> Verdict:
