@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from tpbed.harness.fault_oracle import calls_of
@@ -62,7 +62,11 @@ def covered(record: RunRecord) -> list[Cell]:
 def reachable(selectors: Sequence[str], world_sizes: Sequence[int], world: WorldName) -> tuple[Cell, ...]:
     """All cells that plans of these selectors and sizes can cover in a world."""
     kinds = [kind for kind in get_args(Fault) if _is_reachable(kind, selectors, world_sizes, world)]
-    return tuple(Cell(kind.kind, place) for kind in kinds for place in _places(kind, max(world_sizes)))
+    return tuple(Cell(_word(kind), place) for kind in kinds for place in _places(kind, max(world_sizes)))
+
+
+def _word(kind: Any) -> str:
+    return next(str(field.default) for field in fields(kind) if field.name == "kind")
 
 
 def _is_reachable(kind: Any, selectors: Sequence[str], world_sizes: Sequence[int], world: WorldName) -> bool:

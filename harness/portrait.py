@@ -24,7 +24,14 @@ LOGITS: dict[Logits, str] = {
 def describe_plan(plan: Plan) -> list[str]:
     """A sentence or two for each: the geometry, the request, the logits, what is planted, the faults, the order."""
     scenario = plan.scenario
-    return [_geometry(plan), _request(scenario), _logits(scenario), *_planted(scenario), *_faults(scenario), *_order(plan)]
+    return [
+        _geometry(plan),
+        _request(scenario),
+        _logits(scenario),
+        *_planted(scenario),
+        *_faults(scenario),
+        *_order(plan),
+    ]
 
 
 def count(number: int, noun: str) -> str:

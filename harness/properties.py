@@ -253,7 +253,12 @@ def _with(plan: Plan, **changes: Any) -> Plan:
 
 
 def _first_difference(
-    name: PropertyName, plan: Plan, others: Iterator[Plan] | list[Plan], run: Runner, told: str, order: range | tuple[int, ...]
+    name: PropertyName,
+    plan: Plan,
+    others: Iterator[Plan] | list[Plan],
+    run: Runner,
+    told: str,
+    order: range | tuple[int, ...],
 ) -> list[Breach]:
     """The first of the other runs that answers differently. order: the rows of the plan's that the others show."""
     usual = _answers(run(plan))
