@@ -409,7 +409,9 @@ def _fewer_checks(scene: _Scene) -> list[Finding]:
     most = max(ledger.checks for ledger in scene.ledgers)
     short = tuple(ledger.rank for ledger in scene.ledgers if ledger.checks < most)
     text = f"{name_ranks(short)} checked less than the {most} results that their peers checked"
-    causes = tuple(Cause(rank=r, text=f"rank {r} made {scene.ledgers[r].checks} checks of {most}") for r in short)
+    causes = tuple(
+        Cause(rank=r, text=f"rank {r} returned after {scene.ledgers[r].checks} checks of {most}") for r in short
+    )
     return [Finding(kind="mismatch", ranks=short, text=text, causes=causes)] if short else []
 
 

@@ -428,7 +428,7 @@ class _Group:
         kinds: dict[Outcome, tuple[Kind, ...]] = {
             "raised": ("crash_one", "crash_all"),
             "died": ("crash_one", "crash_all"),
-            "left": ("crash_one", "crash_all"),
+            "left": ("crash_one", "crash_all", "mismatch"),  # if its peers went on alone, it did less than they
             "frozen": ("stall",),
         }
         return [

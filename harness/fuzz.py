@@ -40,8 +40,8 @@ from tpbed.tp.world import World
 BATCH = 100  # examples
 SHRINKING_S = 30.0  # of a batch that has found something, before it settles for what it has
 WORLD_SIZES = (1, 2, 3, 4, 8)
-GENERATING = (Phase.generate, Phase.shrink)
 REMEMBERING = (Phase.reuse, Phase.shrink)
+GENERATING = (Phase.generate, Phase.shrink)
 BEGUN = "batches.json"  # in the folder of a database
 
 
@@ -240,7 +240,6 @@ def _examine(
     folder = search.folder()
     kept = None if folder is None else DirectoryBasedExampleDatabase(folder / ("faults" if faulted else "plain"))
 
-    @seed(drawn_from)
     @settings(
         max_examples=examples,
         database=kept,
@@ -249,6 +248,7 @@ def _examine(
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
+    @seed(drawn_from)  # below the settings, which it would leave without a database
     @given(plan=_drawn(search, faulted))
     def holds(plan: Plan) -> None:
         examiner(plan)
@@ -328,10 +328,10 @@ def _alone(
 ) -> int:
     """In this process. Both add to total, and return the number of the first batch that was not begun."""
     real = None if search.world == "sim" else RealRanks(search.world)
-    run, number = real or Simulator(), -1
+    number = -1
     try:
         for number, examples in sizes:
-            total.add(run_batch(search, number, examples=examples, until=until, run=run))
+            total.add(run_batch(search, number, examples=examples, until=until, run=real))
             on_tally(total)
             if total.found or time.monotonic() >= until:
                 break

@@ -239,8 +239,10 @@ def judge_property(verdict: Verdict) -> Verdict:
     simulator = Simulator()
     breaches = PROPERTIES[plan.must_hold](plan, lambda other: record if other == plan else simulator(other))
     broken = tuple(breach.text for breach in breaches)
-    usual: Status = "PASS" if plan.must_hold in OF_FAULTED_RUNS else verdict.status
-    return replace(verdict, status="FAIL" if broken else usual, broken=broken)
+    if plan.must_hold in OF_FAULTED_RUNS:
+        verdict = replace(verdict, status="PASS", unexpected=(), not_found=(), doubts=())
+    status: Status = "FAIL" if broken else verdict.status
+    return replace(verdict, status=status, broken=broken)
 
 
 def has_exact_logits(plan: Plan) -> bool:

@@ -304,12 +304,20 @@ def _told_expected(verdict: Verdict) -> Iterator[str]:
         if was_missed:
             missed.remove(one)
         yield f"{describe_expected(one)} - {'not found' if was_missed else 'found'}"
-    if not verdict.record.plan.scenario.expect:
+    name = verdict.record.plan.must_hold
+    if not verdict.record.plan.scenario.expect and name != "faults_diagnosed":
         yield "no finding"
     yield from (f"not this: {_brief(finding)}" for finding in verdict.unexpected)
-    name = verdict.record.plan.must_hold
     if name:
-        yield f"{name} - {'; '.join(verdict.broken) or 'holds'}"
+        yield f"{name} - {_told_property(verdict)}"
+
+
+def _told_property(verdict: Verdict) -> str:
+    """Whether it holds, and why not, if no finding has said so above."""
+    if not verdict.broken:
+        return "holds"
+    news = [text for text in verdict.broken if not any(finding.text in text for finding in verdict.unexpected)]
+    return "; ".join(["does not hold", *news])
 
 
 def to_json(verdict: Verdict, *, evidence: Path | None = None) -> dict[str, Any]:

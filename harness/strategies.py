@@ -119,8 +119,8 @@ def heads(draw: DrawFn, geometry: Fields) -> Fields:
 def _head(draw: DrawFn, geometry: Fields) -> Fields:
     head = draw(_one_of(_FORMATS if _holds_blocks(geometry) else _WITHOUT_BLOCKS))
     logits = draw(_one_of((*PLANTED, "gaussian")))
-    pad_fill = draw(_one_of((0.0, 64.0, inf, nan))) if head in DENSE else 0.0
-    return {"head": head, "logits": logits, "pad_fill": pad_fill, "hidden_size": HIDDEN}
+    fill = draw(_one_of((0.0, 64.0, inf, nan)))  # always: what needs fewer draws counts as plainer
+    return {"head": head, "logits": logits, "pad_fill": fill if head in DENSE else 0.0, "hidden_size": HIDDEN}
 
 
 _FORMATS = (*DENSE, *FORMATS)
@@ -143,7 +143,8 @@ def overwrites(draw: DrawFn, rows: int, tokens: int) -> tuple[Overwrite, ...]:
 
 def _overwrites(draw: DrawFn, rows: int, tokens: int) -> tuple[Overwrite, ...]:
     planted: dict[tuple[int, int], float] = {}
-    for _ in range(draw(_PLANTS) if rows else 0):
+    plants = draw(_PLANTS)
+    for _ in range(plants if rows else 0):
         place = draw(st.integers(0, rows - 1)), draw(st.integers(0, tokens - 1))
         planted[place] = draw(_VALUES)
     return tuple(Overwrite(row=row, token_id=token, value=value) for (row, token), value in sorted(planted.items()))
@@ -169,6 +170,7 @@ def scenarios(
     full = selector == "full-gather"
     geometry = _geometry(draw, world_sizes, uneven=not full)
     head, rows, tokens = _head(draw, geometry), draw(_ROWS), geometry["org_vocab_size"]
+    planted = _overwrites(draw, rows, tokens)
     return Scenario(
         name=NAME,
         claim="A case that was drawn.",
@@ -179,7 +181,7 @@ def scenarios(
         selector=selector,
         topk=topk,
         ties="canonical" if full else TIES_OF_TOPK[topk],
-        overwrites=() if full else _overwrites(draw, rows, tokens),
+        overwrites=() if full else planted,
         **geometry,
         **head,
     )
