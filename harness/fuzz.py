@@ -190,7 +190,7 @@ class _Examiner:
 
     def __call__(self, plan: Plan) -> None:
         """Raises _BrokenError for a plan of which a property does not hold."""
-        found = self._known.get(repr(plan))
+        found = self._known.get(repr(plan)) if self._known else None
         if found is None and time.monotonic() < self._until:
             self.tally.examples += 1
             found = next(self._broken(plan), None)

@@ -21,7 +21,7 @@ from tpbed.harness.selectors import SelectorError
 from tpbed.harness.verdict import judge
 from tpbed.tp.simulated import SimulatedWorld
 
-WRONG = Search(selectors=("no-offset",), world_sizes=(2, 4))
+WRONG = Search(selectors=("worst-first",), world_sizes=(2, 4))
 RIGHT = Search(world_sizes=(1, 2, 4))
 
 
@@ -73,9 +73,9 @@ def test_nothing_is_found_in_the_right_selectors_and_all_examples_are_run(right)
 def test_a_wrong_selector_is_found_and_the_example_is_as_small_as_can_be(wrong):
     [found] = wrong.tally.found
     scenario = found.plan.scenario
-    assert found.name == "right_tokens"
-    assert (scenario.world_size, scenario.org_vocab_size, scenario.rows, scenario.k) == (2, 1, 1, 1)
-    assert (scenario.widths, scenario.steps, scenario.head, scenario.overwrites) == ((0, 1), 1, "fp32", ())
+    assert found.name == "right_order"
+    assert (scenario.world_size, scenario.org_vocab_size, scenario.rows, scenario.k) == (2, 2, 1, 2)
+    assert (scenario.steps, scenario.head, scenario.logits, scenario.overwrites) == (1, "fp32", "distinct", ())
 
 
 def test_a_case_of_what_was_found_fails_again_and_passes_when_the_selector_is_mended(wrong, tmp_path):
@@ -89,7 +89,7 @@ def test_pytest_replays_the_case(wrong, pytester):
     save_case(wrong.tally.found[0].case(), pytester.path / "found.tpbed.json")
     result = pytester.runpytest_inprocess("found.tpbed.json", "-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["FAIL  fuzz/right_tokens*"])
+    result.stdout.fnmatch_lines(["FAIL  fuzz/right_order*"])
 
 
 def test_a_diagnosis_that_names_the_wrong_rank_is_found_and_its_case_passes_when_it_is_mended(monkeypatch):
@@ -266,20 +266,20 @@ def test_a_plan_is_described_as_a_person_would():
 
 
 def test_the_command_tells_the_smallest_example_and_writes_the_case_that_it_names(tpbed):
-    status, out, err = tpbed("--selector", "no-offset", "--tp", "2,4", "--examples", BATCH, "--no-confirm")
+    status, out, err = tpbed("--selector", "worst-first", "--tp", "2,4", "--examples", BATCH, "--no-confirm")
     assert status == 1
-    assert "FOUND  right_tokens does not hold. The smallest example:\n          2 ranks share 1 token." in out
-    assert "again     tpbed run runs/fuzz/right_tokens.tpbed.json --world sim" in out
+    assert "FOUND  right_order does not hold. The smallest example:\n          2 ranks share 2 tokens." in out
+    assert "again     tpbed run runs/fuzz/right_order.tpbed.json --world sim" in out
     assert "1 found: " in out and "without faults" in err
     with pytest.raises(SystemExit) as end:
-        cli.main(["run", "runs/fuzz/right_tokens.tpbed.json", "--world", "sim"])
+        cli.main(["run", "runs/fuzz/right_order.tpbed.json", "--world", "sim"])
     assert end.value.code == 1
 
 
 def test_the_command_finds_nothing_in_the_right_selectors_and_says_what_faults_it_tried(tpbed):
-    status, out, err = tpbed("--tp", "2", "--examples", 2 * BATCH, "--json")
+    status, out, err = tpbed("--tp", "1", "--examples", BATCH + 20, "--json")
     told = json.loads(out)
-    assert (status, told["examples"], told["found"]) == (0, 2 * BATCH, [])
+    assert (status, told["examples"], told["found"]) == (0, BATCH + 20, [])
     assert told["covered"]
     assert "kinds of faults" in err
 
@@ -299,7 +299,7 @@ def test_cells_that_stay_empty_are_listed_and_fail(tpbed):
         ["--topk", "no-such"],
         ["--selector", "no-such"],
         ["--examples", "0"],
-        ["--selector", "no-offset", "--coverage"],
+        ["--selector", "worst-first", "--coverage"],
         ["--no-faults", "--coverage"],
     ],
 )
@@ -317,10 +317,10 @@ def test_what_is_found_is_run_over_gloo_where_ray_can_start(tpbed, monkeypatch, 
     def runs(plans, *, world, on_progress):
         if session != "FAIL":
             raise RuntimeError(session)
-        assert (world, plans[0].schedule, plans[0].must_hold) == ("gloo", "", "right_tokens")
+        assert (world, plans[0].schedule, plans[0].must_hold) == ("gloo", "", "right_order")
         return runner.Session(runs=(runner.Run(verdict=replayed(plans[0])),), not_run=())
 
     monkeypatch.setattr(runner, "run_plans", runs)
-    status, out, _ = tpbed("--selector", "no-offset", "--tp", "2", "--examples", BATCH)
+    status, out, _ = tpbed("--selector", "worst-first", "--tp", "2", "--examples", BATCH)
     assert status == 1
     assert f"on gloo   {says}" in out

@@ -40,9 +40,12 @@ def test_every_rank_of_a_drawn_plan_has_a_shard_and_a_head_and_k_is_in_the_vocab
     assert not scenario.faults
 
 
-def test_the_plainest_plan_is_one_row_of_one_token_on_one_rank():
-    scenario = find(plans(), lambda plan: True).scenario
-    assert (scenario.world_size, scenario.org_vocab_size, scenario.rows, scenario.k, scenario.steps) == (1, 1, 1, 1, 1)
+def test_a_plan_shrinks_to_one_step_of_one_row_and_to_no_more_ranks_and_tokens_than_it_takes():
+    def takes(plan):
+        return plan.scenario.world_size > 1 and plan.scenario.org_vocab_size > 3 and plan.scenario.rows > 0
+
+    scenario = find(plans(), takes).scenario
+    assert (scenario.world_size, scenario.org_vocab_size, scenario.rows, scenario.k, scenario.steps) == (2, 4, 1, 1, 1)
     assert (scenario.head, scenario.logits, scenario.pad_fill, scenario.overwrites) == ("fp32", "distinct", 0.0, ())
 
 
