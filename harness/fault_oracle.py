@@ -162,17 +162,18 @@ def _planned(kind: str, step: int, scenario: Scenario) -> PlannedCall:
     return PlannedCall(step=step, dtype=kind, shape=(scenario.rows, scenario.k))
 
 
-def foresee(plan: Plan, calls: Sequence[PlannedCall] | None = None) -> Outlook:
+def foresee(plan: Plan, calls: Sequence[PlannedCall] | None = None, *, empty_waits: bool = True) -> Outlook:
     """What a run of this plan will show, in a world that expresses all its faults.
 
     calls: what a healthy rank issues, as observed; None for calls_of.
+    empty_waits: whether a collective of no bytes waits for its peers: over gloo it completes alone.
     Raises OracleError for a plan with a fault of UNFORESEEN.
     """
     for fault in plan.scenario.faults:
         if why := UNFORESEEN.get(type(fault)):
             raise OracleError(f"what `{describe(fault)}` will show cannot be foreseen, since {why}: plan it without.")
     planned = tuple(calls_of(plan.scenario) if calls is None else calls)
-    return _Group(plan, planned).run()
+    return _Group(plan, planned, empty_waits).run()
 
 
 @dataclass(slots=True)
@@ -364,8 +365,8 @@ _CHANGES: dict[type[Any], Callable[[Any, PlannedCall], PlannedCall]] = {
 class _Group:
     """All ranks of a run, in lockstep."""
 
-    def __init__(self, plan: Plan, calls: tuple[PlannedCall, ...]) -> None:
-        self.plan, self.calls = plan, calls
+    def __init__(self, plan: Plan, calls: tuple[PlannedCall, ...], empty_waits: bool) -> None:
+        self.plan, self.calls, self.empty_waits = plan, calls, empty_waits
         self.machines = [_Machine(plan, rank, calls) for rank in range(plan.scenario.world_size)]
         self.lives = [machine.life() for machine in self.machines]
         self.seq = 0
@@ -444,12 +445,18 @@ class _Group:
         if not absent and len(camps) == 1 and not strided:
             self.open_end = self.open_end or any(machine.altered for machine in self.machines)
             return []
+        if len(camps) == 1 and not strided and not self._waits(issued):
+            self.open_end = True
+            return []
         self.open_end = self.open_end or not absent and len({call.payload_bytes for call in issued.values()}) == 1
         if self.seq > len(self.calls):
             return self._overdone(issued, absent)
         odd = self._odd(issued, camps) if len(camps) > 1 else []
         views = [Root(rank=rank, kinds=("mismatch",), seq=self.seq, says="strides") for rank in strided]
         return [*odd, *views, *(self._missing(machine, bool(odd or views), absent) for machine in absent)]
+
+    def _waits(self, issued: dict[int, PlannedCall]) -> bool:
+        return self.empty_waits or any(call.payload_bytes for call in issued.values())
 
     def _missing(self, machine: _Machine, mismatch: bool, absent: Sequence[_Machine]) -> Root:
         """A rank that never comes to where others wait; by the only step, the fewer ranks seem to be the odd ones."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tpbed.harness import properties
+from tpbed.harness.fault_oracle import foresee
 from tpbed.harness.faults import Corrupt, Extra, Leave, Raise, Recast, Skip
 from tpbed.harness.plan import PropertyName, make_plan
 from tpbed.harness.properties import OF_FAULTLESS_RUNS, PROPERTIES, Breach, Simulator
@@ -124,6 +125,15 @@ def test_a_rank_that_left_alone_out_of_step_is_named_though_its_peers_call_from_
     plan = plan_of(faults=(Skip(rank=0, seq=2), Extra(rank=1, seq=2)), world_size=3, steps=2, pad_to=48)
     record = simulator(plan)
     assert [(one.kind, one.ranks, one.seq) for one in judge(record).findings][:1] == [("mismatch", (0,), 2)]
+
+
+def test_over_gloo_a_collective_of_no_bytes_waits_for_nobody_so_a_rank_that_raises_before_it_crashes_alone():
+    plan = plan_of(faults=(Raise(rank=2, seq=1),), rows=0)
+    waited, alone = (foresee(plan, empty_waits=waits).roots for waits in (True, False))
+    assert [(root.rank, root.kinds, root.seq) for root in waited] == [(2, ("hang",), 1)]
+    assert [(root.rank, root.kinds, root.seq) for root in alone] == [(2, ("crash_one", "crash_all"), None)]
+    filled = plan_of(faults=(Raise(rank=2, seq=1),))
+    assert foresee(filled, empty_waits=False) == foresee(filled)
 
 
 def verdict_on(plan):
