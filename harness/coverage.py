@@ -6,8 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from tpbed.harness.fault_oracle import calls_of
-from tpbed.harness.faults import FIRED, ArrivalFault, CollectiveFault, Fault, Linger, Nudge, Spin, StepFault, WrongScale
+from tpbed.harness.fault_oracle import UNFORESEEN, calls_of
+from tpbed.harness.faults import (
+    FIRED,
+    ArrivalFault,
+    CollectiveFault,
+    Fault,
+    Linger,
+    Nudge,
+    Spin,
+    StepFault,
+    Unmasked,
+    WrongScale,
+)
 from tpbed.harness.record import RunRecord
 from tpbed.harness.scenario import Scenario, WorldName
 
@@ -65,16 +76,23 @@ def reachable(selectors: Sequence[str], world_sizes: Sequence[int], world: World
     return tuple(Cell(_word(kind), place) for kind in kinds for place in _places(kind, max(world_sizes)))
 
 
+def not_drawn() -> list[str]:
+    """The kinds of faults that no search draws, each with the reason."""
+    return [f"{_word(kind)}: {why}" for kind, why in UNFORESEEN.items()]
+
+
 def _word(kind: Any) -> str:
     return next(str(field.default) for field in fields(kind) if field.name == "kind")
 
 
 def _is_reachable(kind: Any, selectors: Sequence[str], world_sizes: Sequence[int], world: WorldName) -> bool:
+    if kind in UNFORESEEN:
+        return False
     if kind in get_args(ArrivalFault):
         return world != "sim"  # simulated ranks are in their group from the start
     if kind is WrongScale:
         return max(world_sizes) > 1
-    return kind not in (Nudge, Spin) or set(selectors) != {"full-gather"}  # which never calls the top-k
+    return kind not in (Nudge, Spin, Unmasked) or set(selectors) != {"full-gather"}  # which never calls the top-k
 
 
 def _places(kind: Any, largest: int) -> Iterator[Place]:

@@ -168,7 +168,10 @@ def _print(report: Report, files: dict[Any, Path], confirmed: dict[Any, str], co
         print("\n".join(_told(found, files[found.name], confirmed.get(found.name, ""), report.search)))
     print(_summary(report))
     if coverage:
+        from tpbed.harness.coverage import not_drawn
+
         print_table(coverage_table(report))
+        print("Not drawn:", *not_drawn(), sep="\n  ")
         empty = report.empty_cells()
         if empty:
             print(f"{len(empty)} cells are empty: {', '.join(f'{cell.kind} {cell.place}' for cell in empty)}.")

@@ -242,11 +242,15 @@ def faults(draw: DrawFn, scenario: Scenario, world: WorldName = "sim") -> Fault:
 
 
 def _fault(draw: DrawFn, scenario: Scenario, world: WorldName) -> Fault:
-    kind = draw(_one_of(kinds_of(scenario, world)))
+    kinds = kinds_of(scenario, world)
+    kind = draw(_one_of((*kinds, *[kind for kind in kinds if kind in _RARE] * 8)))
     rank = draw(st.integers(0, scenario.world_size - 1))
     details = {name: draw(drawn) for name, drawn in _details(kind, scenario, rank).items()}
     fault: Fault = kind(rank=rank, **details)
     return fault
+
+
+_RARE = (JunkScale,)  # of one format of head alone, and so drawn more often there
 
 
 def kinds_of(scenario: Scenario, world: WorldName) -> tuple[type[Any], ...]:
