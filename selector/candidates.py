@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Literal, TypeGuard, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpbed.selector.errors import SelectionError
 from tpbed.selector.merge import gather_columns, merge_gathered, two_gather_merge
-from tpbed.selector.packed import best_candidates, gather_keys, pack_keys
+from tpbed.selector.packed import best_candidates, gather_keys, pack_keys, require_packable
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.topk import KeyedTopK, TopK, empty_topk
 
@@ -34,6 +35,16 @@ class Candidates:
     values: Tensor
 
 
+def check_merge(merge: Merge, shard: VocabShard) -> None:
+    """Raise SelectionError, on every rank alike, for a merge that is not known or that this vocabulary cannot have."""
+    if merge not in get_args(Merge):
+        raise SelectionError(f"merge={merge!r} is none of {', '.join(get_args(Merge))}: use one of these.")
+    if merge == "full_gather" and not shard.equal_widths:
+        raise SelectionError('merge="full_gather" needs as many columns on every rank: use "packed" or "two_gather".')
+    if merge != "two_gather":
+        require_packable(shard.org_vocab_size)
+
+
 def takes_keys(topk: TopK, merge: Merge) -> TypeGuard[KeyedTopK]:
     """Whether keys go straight from the top-k into the merge: then logits need no mask."""
     return merge == "packed" and isinstance(topk, KeyedTopK)
@@ -44,7 +55,9 @@ def choose_local(logits: Tensor, shard: VocabShard, *, k: int, topk: TopK, merge
 
     logits: (rows, shard.width), padding masked unless takes_keys. To a full_gather it brings all org columns, padding
     too, as they lie: added columns between the shares of two ranks would shift every id that follows.
+    Raises SelectionError as check_merge does.
     """
+    check_merge(merge, shard)
     if merge == "full_gather":
         return (logits[:, : shard.num_org_padded],)
     if takes_keys(topk, merge):
@@ -65,7 +78,11 @@ def merge_candidates(
     merge: Merge,
     topk: TopK,
 ) -> Candidates:
-    """The k best of what all ranks bring, the same on every rank; every rank calls this after choose_local."""
+    """The k best of what all ranks bring, the same on every rank; every rank calls this after choose_local.
+
+    Raises SelectionError as check_merge does.
+    """
+    check_merge(merge, shard)
     if merge == "full_gather":
         merged = _choose_of_all(local[0], shard, k, group)
     elif merge == "packed":

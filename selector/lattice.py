@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.shard import NO_TOKEN
+from tpbed.selector.tensors import check_tensor, check_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,12 +44,21 @@ def lattice_scores(ids: Tensor, unary: Tensor, hidden: Tensor, anchor: Tensor, t
     for every i. The sum is made in the tables' dtype, and added to unary in float32.
     ids: (requests, slots, K) int64, unary: the same shape, float32; a slot's NO_TOKEN scores -inf, whatever comes
     before it. hidden: (requests, slots, hidden units). anchor: (requests,) int64, the last token that stands.
+    Raises SelectionError for an anchor that check_anchor refuses.
     Cost: no collective; 2 * K rows of r gathered a slot, one product of K x r x K.
     Source: DFlash2's candidate selector in SGLang (pull request 35496).
     """
+    check_anchor(anchor, len(ids), tables)
     before = torch.cat([anchor.view(-1, 1, 1).expand(-1, 1, ids.shape[2]), ids[:, :-1]], dim=1)
     projected = hidden.to(tables.projection.dtype) @ tables.projection.T
     leaving = tables.predecessor[before.clamp_min(0)] * projected.unsqueeze(2)
     arriving = tables.successor[ids.clamp_min(0)]
     scores = unary.float().unsqueeze(2) + (leaving @ arriving.transpose(-1, -2)).float()
     return scores.masked_fill((ids == NO_TOKEN).unsqueeze(2), -inf)
+
+
+def check_anchor(anchor: Tensor, requests: int, tables: TransitionTables) -> None:
+    """Raise SelectionError unless anchor is (requests,) int64 and, on the CPU, each has a row in the tables."""
+    check_tensor("anchor", anchor, (requests,), torch.int64, each="(requests,), the token before each request's slots")
+    tokens = len(tables.predecessor)
+    check_values("anchor", anchor, (anchor >= 0) & (anchor < tokens), f"token ids from 0 to {tokens - 1}")

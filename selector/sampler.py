@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -19,10 +19,12 @@ from tpbed.selector.head import LmHead
 from tpbed.selector.lattice import TransitionTables, lattice_scores
 from tpbed.selector.packet import agree_on_draft
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.select import check_request
+from tpbed.selector.sampler_inputs import SamplerInputs
+from tpbed.selector.select import check_choice, check_request, check_shard
+from tpbed.selector.shard import is_whole
 from tpbed.selector.topk import TopK, default_topk
-from tpbed.selector.unary import unary_transform
-from tpbed.selector.walk import Draft, DraftParams, Noise, NoiseRule, draft_distribution, walk
+from tpbed.selector.unary import check_unary, unary_transform
+from tpbed.selector.walk import Draft, DraftParams, Noise, NoiseRule, check_rule, draft_distribution, walk
 
 EAGER_VARIABLE = "TPBED_EAGER_DRAFT_SAMPLER"  # of the environment: anything but "" and "0" forbids graphs
 LEAST_FREE_BYTES = 1 << 30
@@ -49,31 +51,6 @@ class Proposal:
     eager: Eager | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Inputs:
-    """All that a proposal depends on; in a graph, at the addresses that it was captured with."""
-
-    hidden: Tensor  # (requests, slots, hidden units)
-    anchor: Tensor  # (requests,) int64
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    uniforms: Tensor  # (requests, slots)
-    seeds: Tensor
-    positions: Tensor
-
-    def first(self, requests: int) -> _Inputs:
-        """Views of the first requests."""
-        return _Inputs(**{field.name: getattr(self, field.name)[:requests] for field in fields(self)})
-
-    def take(self, given: _Inputs) -> None:
-        """Copy what is given over the first requests; those after them become zeros, and greedy."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(given, field.name)
-            mine[: len(theirs)].copy_(theirs)
-            mine[len(theirs) :].zero_()
-
-
 class DraftSampler:
     """Proposes `slots` tokens for each request: head, top-k, merge, lattice, walk; greedy and sampled requests mixed.
 
@@ -82,7 +59,8 @@ class DraftSampler:
     sizes: numbers of requests to capture a graph for; a batch runs in the smallest that it fits in. On TP=1 one graph
     holds everything; on more ranks one holds what comes before the collectives and one what comes after, so that no
     transport is captured. `reasons` says why nothing was captured; on the CPU the same buffers are used uncaptured.
-    Not for two streams at a time. Raises SelectionError for sizes that are no sizes.
+    Not for two streams at a time. Raises SelectionError on every rank alike, before any collective, for what no
+    proposal could be made with: sizes, k, merge, group, noise rule, tables that are not of the head's vocabulary.
     """
 
     def __init__(
@@ -102,15 +80,18 @@ class DraftSampler:
         agree: bool = False,
         eager: bool = False,
     ) -> None:
-        if not sizes or min(sizes) < 1 or slots < 0:
-            raise SelectionError(f"sizes={list(sizes)}, slots={slots}: give 1 or more requests each, 0 or more slots.")
+        _check_sizes(sizes, slots)
+        check_rule(noise)
+        check_unary(multiplier, softcap)
+        check_choice(check_shard(head), k=k, group=group, merge=merge)
+        _check_tables(tables, head)
         self._head, self._tables, self._k, self._slots = head, tables, k, slots
         self._group, self._merge_rule, self._noise = group, merge, noise
         self._topk = topk or default_topk(tables.projection.device)
         self._multiplier, self._softcap, self._agree = multiplier, softcap, agree
         self._sizes = tuple(sorted(set(sizes)))
         self._device = tables.projection.device
-        self._buffers = self._inputs_of(self._sizes[-1])
+        self._buffers = SamplerInputs.blank(self._sizes[-1], slots, tables)
         self.reasons = self._reasons_against_graphs(eager)
         self._stages = {size: self._stages_for(size) for size in self._sizes}
 
@@ -119,16 +100,18 @@ class DraftSampler:
         """Whether there are graphs."""
         return not self.reasons
 
+    @torch.no_grad()
     def propose(self, hidden: Tensor, anchor: Tensor, params: DraftParams, noise: Noise) -> Proposal:
         """Draft for each request. Every rank calls this with as many requests.
 
-        hidden: (requests, slots, hidden units), any floating dtype of the head. anchor: (requests,) int64.
+        hidden: (requests, slots, hidden units) float16, bfloat16 or float32, read in the tables' dtype. anchor:
+        (requests,) int64, token ids that the tables have. params, noise: of as many requests, noise of the sampler's
+        rule. All from any device; values are looked at where they are on the CPU.
         Returns tensors of the caller's own: the next proposal does not write to them.
-        Raises SelectionError for shapes or a noise rule that the sampler was not made for, and AdmissionError for a
-        head that cannot be projected, both on every rank alike.
+        Raises SelectionError for inputs that the sampler was not made for, whatever its sizes, and AdmissionError for
+        a head that cannot be projected, both on every rank alike.
         """
         given, requests = self._given(hidden, anchor, params, noise), len(hidden)
-        check_request(hidden.flatten(0, 1), self._head, k=self._k, group=self._group)
         size = next((size for size in self._sizes if size >= requests), None)
         if size is None:
             draft, ids = _in_turn(self._eager_stages(given))
@@ -144,43 +127,14 @@ class DraftSampler:
             draft, ids = agree_on_draft(draft, ids, group=self._group)
         return Proposal(draft=draft, ids=ids, eager=eager)
 
-    def _given(self, hidden: Tensor, anchor: Tensor, params: DraftParams, noise: Noise) -> _Inputs:
-        requests, units = len(hidden), self._tables.projection.shape[1]
-        if hidden.shape != (requests, self._slots, units) or anchor.shape != (requests,):
-            raise SelectionError(
-                f"hidden {tuple(hidden.shape)} and anchor {tuple(anchor.shape)} are not (requests, {self._slots}, "
-                f"{units}) and (requests,): give what the sampler was made for."
-            )
+    def _given(self, hidden: Tensor, anchor: Tensor, params: DraftParams, noise: Noise) -> SamplerInputs:
+        given = SamplerInputs.of(hidden, anchor, params, noise, slots=self._slots, tables=self._tables)
         if noise.rule != self._noise:
             raise SelectionError(f"noise={noise.rule!r}, but the sampler was made for {self._noise!r}: give that.")
-        empty = self._inputs_of(requests)
-        drawn = {name: getattr(noise, name) for name in ("uniforms", "seeds", "positions")}
-        return _Inputs(
-            hidden=hidden,
-            anchor=anchor,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            **{name: getattr(empty, name) if value is None else value for name, value in drawn.items()},
-        )
+        check_request(hidden.flatten(0, 1), self._head, k=self._k, group=self._group, merge=self._merge_rule)
+        return given
 
-    def _inputs_of(self, requests: int) -> _Inputs:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(requests, *shape, dtype=dtype, device=self._device)
-
-        real = torch.float32
-        units = self._tables.projection.shape[1]
-        return _Inputs(
-            hidden=zeros(self._slots, units, dtype=self._tables.projection.dtype),
-            anchor=zeros(),
-            temperature=zeros(dtype=real),
-            top_k=zeros(),
-            top_p=zeros(dtype=real),
-            uniforms=zeros(self._slots, dtype=real),
-            seeds=zeros(),
-            positions=zeros(),
-        )
-
+    @torch.no_grad()
     def _stages_for(self, size: int) -> list[_Stage]:
         """What makes a draft of the first `size` requests in the buffers."""
         stages = self._eager_stages(self._buffers.first(size))
@@ -194,10 +148,10 @@ class DraftSampler:
         tail = _Graph(after, merged)
         return [local, lambda answer: _written(merged, merge(answer)), tail]
 
-    def _eager_stages(self, given: _Inputs) -> list[_Stage]:
+    def _eager_stages(self, given: SamplerInputs) -> list[_Stage]:
         return [lambda _: self._local(given), self._merge, lambda merged: self._tail(given, merged)]
 
-    def _local(self, given: _Inputs) -> tuple[Tensor, ...]:
+    def _local(self, given: SamplerInputs) -> tuple[Tensor, ...]:
         mask = not takes_keys(self._topk, self._merge_rule)
         logits = project_candidate_logits(given.hidden.flatten(0, 1), self._head, mask=mask)
         return choose_local(logits, self._head.shard, k=self._k, topk=self._topk, merge=self._merge_rule)
@@ -207,13 +161,11 @@ class DraftSampler:
             local, self._head.shard, k=self._k, group=self._group, merge=self._merge_rule, topk=self._topk
         )
 
-    def _tail(self, given: _Inputs, merged: Candidates) -> tuple[Draft, Tensor]:
+    def _tail(self, given: SamplerInputs, merged: Candidates) -> tuple[Draft, Tensor]:
         ids, values = (t.view(len(given.anchor), self._slots, self._k) for t in (merged.ids, merged.values))
         unary = unary_transform(values, multiplier=self._multiplier, softcap=self._softcap)
-        params = DraftParams(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
-        noise = Noise(rule=self._noise, uniforms=given.uniforms, seeds=given.seeds, positions=given.positions)
-        q = draft_distribution(lattice_scores(ids, unary, given.hidden, given.anchor, self._tables), params)
-        return walk(ids, q, params, noise), ids
+        q = draft_distribution(lattice_scores(ids, unary, given.hidden, given.anchor, self._tables), given.params)
+        return walk(ids, q, given.params, given.noise(self._noise)), ids
 
     def _world_size(self) -> int:
         return self._head.shard.world_size
@@ -247,6 +199,21 @@ def _in_turn(stages: Sequence[_Stage]) -> Any:
     for stage in stages:
         answer = stage(answer)
     return answer
+
+
+def _check_sizes(sizes: Sequence[int], slots: int) -> None:
+    if not sizes or not all(map(is_whole, (*sizes, slots))) or min(sizes) < 1 or slots < 0:
+        raise SelectionError(f"sizes={list(sizes)}, slots={slots}: give 1 or more requests each, 0 or more slots.")
+
+
+def _check_tables(tables: TransitionTables, head: LmHead) -> None:
+    tokens, units = len(tables.predecessor), tables.projection.shape[1]
+    org, wanted = head.shard.org_vocab_size, getattr(head, "hidden_size", units)
+    if tokens < org or units != wanted:
+        raise SelectionError(
+            f"tables of {tokens} tokens and {units} hidden units do not serve a head of {org} tokens and {wanted} "
+            f"hidden units: give the tables of the model that the head belongs to."
+        )
 
 
 def _is_admitted(head: object) -> bool:

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.admission import Path, admit
-from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates, takes_keys
+from tpbed.selector.candidates import Candidates, Merge, check_merge, choose_local, merge_candidates, takes_keys
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import DENSE_DTYPES, LmHead
-from tpbed.selector.packed import require_packable
 from tpbed.selector.project import project_candidate_logits
-from tpbed.selector.shard import VocabShard
+from tpbed.selector.shard import VocabShard, is_whole
 from tpbed.selector.topk import TopK, default_topk
 from tpbed.selector.vote import agree_admission
 
@@ -55,8 +54,7 @@ def compute_candidates(
     Raises SelectionError on every rank alike, before any collective.
     """
     note = note or _ignore
-    _check_policies(merge, admission, check_shard(head))
-    path, because = check_request(hidden, head, k=k, group=group, admission=admission)
+    path, because = check_request(hidden, head, k=k, group=group, admission=admission, merge=merge)
     note("admission", path, because=because)
     kernel = _chosen_topk(topk, hidden.device, note)
     logits = project_candidate_logits(hidden, head, path=path, mask=not takes_keys(kernel, merge))
@@ -75,42 +73,53 @@ def check_shard(head: LmHead) -> VocabShard:
 
 
 def check_request(
-    hidden: Tensor, head: LmHead, *, k: int, group: dist.ProcessGroup | None, admission: Policy = "rank_local"
+    hidden: Tensor,
+    head: LmHead,
+    *,
+    k: int,
+    group: dist.ProcessGroup | None,
+    admission: Policy = "rank_local",
+    merge: Merge = "two_gather",
 ) -> tuple[Path, str]:
     """Raise SelectionError for a request that cannot be served, from sizes and types that every rank sees alike.
 
     Returns the path that the head takes and the reason, as `admit` or `agree_admission` does.
     """
+    if admission not in get_args(Policy):
+        raise SelectionError(f"admission={admission!r} is none of {', '.join(get_args(Policy))}: use one of these.")
     shard = check_shard(head)
-    _check_k(k, shard)
-    _check_group(shard, group)
-    if admission == "agreed" and shard.world_size > 1:
-        path, because = agree_admission(head, group=group, device=hidden.device)
-    else:
-        path, because = admit(head)
+    check_choice(shard, k=k, group=group, merge=merge)
+    path, because = _admitted(head, shard, hidden, group, admission)
     _check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
     return path, because
 
 
-def _check_policies(merge: str, admission: str, shard: VocabShard) -> None:
-    for name, given, allowed in (("merge", merge, get_args(Merge)), ("admission", admission, get_args(Policy))):
-        if given not in allowed:
-            raise SelectionError(f"{name}={given!r} is none of {', '.join(allowed)}: use one of these.")
-    if merge == "full_gather" and not shard.equal_widths:
-        raise SelectionError('merge="full_gather" needs as many columns on every rank: use "packed" or "two_gather".')
-    if merge != "two_gather":
-        require_packable(shard.org_vocab_size)
+def check_choice(shard: VocabShard, *, k: int, group: dist.ProcessGroup | None, merge: Merge) -> None:
+    """Raise SelectionError, on every rank alike, unless k tokens can be chosen from shard's vocabulary by merge."""
+    check_merge(merge, shard)
+    _check_k(k, shard)
+    _check_group(shard, group)
+
+
+def _admitted(
+    head: LmHead, shard: VocabShard, hidden: Tensor, group: dist.ProcessGroup | None, admission: Policy
+) -> tuple[Path, str]:
+    if admission == "agreed" and shard.world_size > 1:
+        return agree_admission(head, group=group, device=hidden.device)
+    return admit(head)
 
 
 def _check_k(k: int, shard: VocabShard) -> None:
-    if not 1 <= k <= shard.org_vocab_size:
+    if not is_whole(k) or not 1 <= k <= shard.org_vocab_size:
         raise SelectionError(
-            f"k={k} tokens per row cannot be chosen from org_vocab_size={shard.org_vocab_size}: "
+            f"k={k!r} tokens per row cannot be chosen from org_vocab_size={shard.org_vocab_size}: "
             f"use k from 1 to {shard.org_vocab_size}."
         )
 
 
 def _check_hidden(hidden: Tensor, units: int | None) -> None:
+    if not isinstance(hidden, Tensor):
+        raise SelectionError(f"hidden is {type(hidden).__name__}: give a tensor (rows, hidden units).")
     if hidden.ndim != 2 or hidden.dtype not in DENSE_DTYPES:
         raise SelectionError(
             f"hidden is {hidden.dtype} with shape {tuple(hidden.shape)}, but one row per token is needed: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from torch import Tensor
 from tpbed.selector.errors import SelectionError
 
 NO_TOKEN = -1  # the id of a row or slot that stands for no token
+
+
+def is_whole(number: object) -> bool:
+    """Whether number is an integer, of Python or numpy; a bool, a float and a tensor are not, whatever they hold."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 class ShardError(SelectionError):

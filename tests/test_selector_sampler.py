@@ -1,6 +1,7 @@
 """DraftSampler on the CPU: the answer of the stages one by one, from buffers that keep nothing of other batches."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tpbed.selector.head import DenseHead
 from tpbed.selector.lattice import TransitionTables, lattice_scores
 from tpbed.selector.reference import reference_logits, reference_topk
 from tpbed.selector.sampler import EAGER_VARIABLE, DraftSampler, Eager
+from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import VocabShard
+from tpbed.selector.verify import verify
 from tpbed.selector.walk import DraftParams, Noise, draft_distribution, walk
 from tpbed.tp.simulated import SimulatedWorld
 
@@ -140,3 +143,146 @@ def test_shapes_and_rules_it_was_not_made_for_are_refused():
         sampler_of(noise="inverse_cdf").propose(hidden, anchor, params, noise)
     with pytest.raises(SelectionError, match="k=151"):
         sampler_of(k=151).propose(hidden, anchor, params, noise)
+
+
+def told_by_all(world_size: int, program) -> str:
+    """The one SelectionError that every rank raises before any collective."""
+
+    def refused(rank: int) -> str:
+        with pytest.raises(SelectionError) as raised:
+            program(rank)
+        return str(raised.value)
+
+    run = SimulatedWorld(world_size).run(refused)
+    assert [ledger.end.how for ledger in run.ledgers] == ["returned"] * world_size
+    assert not any(ledger.collectives for ledger in run.ledgers) and len(set(run.results)) == 1
+    return run.results[0]
+
+
+@pytest.mark.parametrize("merge", ["full_gather", "foo"])
+def test_a_merge_that_the_selector_refuses_is_refused_on_every_rank_before_any_collective(merge):
+    def head_of(rank: int) -> DenseHead:
+        return DenseHead.from_full(WEIGHT, VocabShard.uneven(rank, [50, 100]))
+
+    def selector(rank: int) -> None:
+        compute_candidates(torch.ones(1, UNITS), head_of(rank), k=K, group=None, merge=merge)
+
+    by_sampler = told_by_all(2, lambda rank: DraftSampler(head_of(rank), TABLES, k=K, slots=SLOTS, merge=merge))
+    assert by_sampler == told_by_all(2, selector)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": 0},
+        {"k": VOCAB + 1},
+        {"k": 2.5},
+        {"k": "4"},
+        {"k": True},
+        {"noise": "foo"},
+        {"slots": 1.5},
+        {"sizes": (2.0,)},
+        {"multiplier": 0.0},
+        {"multiplier": nan},
+        {"multiplier": inf},
+        {"softcap": nan},
+    ],
+)
+def test_a_sampler_that_could_propose_nothing_is_refused_when_it_is_made(wrong):
+    assert told_by_all(2, lambda rank: sampler_of(rank, 2, **wrong))
+
+
+def test_tables_of_another_vocabulary_or_model_are_refused_when_a_sampler_is_made():
+    few = replace(TABLES, predecessor=TABLES.predecessor[:-1], successor=TABLES.successor[:-1])
+    for tables in (few, replace(TABLES, projection=torch.zeros(R, UNITS + 1))):
+        with pytest.raises(SelectionError, match="give the tables of the model"):
+            DraftSampler(DenseHead.from_full(WEIGHT, VocabShard.even(0, 1, VOCAB)), tables, k=K, slots=SLOTS)
+
+
+@pytest.mark.parametrize("rule", ["gumbel", "inverse_cdf"])
+@pytest.mark.parametrize("sizes", [(8,), (1,)])
+def test_noise_that_the_rule_needs_is_never_made_up(rule, sizes):
+    hidden, anchor, params, _ = batch(0, 2)
+    for noise in (Noise(rule=rule), Noise(rule=rule, seeds=torch.arange(2))):
+        with pytest.raises(SelectionError, match=f"{rule} noise needs"):
+            sampler_of(noise=rule, sizes=sizes).propose(hidden, anchor, params, noise)
+
+
+REQUESTS = 5
+WRONG_INPUTS = {
+    "params of one request": {"params": DraftParams.alike(1)},
+    "params of too few": {"params": DraftParams.alike(3)},
+    "params of too many": {"params": DraftParams.alike(8)},
+    "params of another kind": {"params": 0.5},
+    "seeds of one request": {"noise": Noise(rule="gumbel", seeds=torch.arange(1), positions=torch.arange(5))},
+    "seeds of too few": {"noise": Noise(rule="gumbel", seeds=torch.arange(3), positions=torch.arange(5))},
+    "positions of too many": {"noise": Noise(rule="gumbel", seeds=torch.arange(5), positions=torch.arange(8))},
+    "seeds that are no integers": {"noise": Noise(rule="gumbel", seeds=torch.rand(5), positions=torch.arange(5))},
+    "noise of another kind": {"noise": torch.rand(5, SLOTS)},
+    "uniforms of a request": {"noise": Noise(rule="inverse_cdf", uniforms=torch.rand(5))},
+    "uniforms of one row": {"noise": Noise(rule="inverse_cdf", uniforms=torch.rand(1, SLOTS))},
+    "uniforms in float64": {"noise": Noise(rule="inverse_cdf", uniforms=torch.rand(5, SLOTS).double())},
+    "an anchor of floats": {"anchor": torch.zeros(5)},
+    "an anchor in int32": {"anchor": torch.zeros(5).int()},
+    "a negative anchor": {"anchor": torch.full((5,), -1)},
+    "an anchor beyond the vocabulary": {"anchor": torch.full((5,), VOCAB)},
+    "an anchor of too few": {"anchor": torch.zeros(3).long()},
+    "no hidden states": {"hidden": None},
+    "hidden states in float64": {"hidden": torch.zeros(5, SLOTS, UNITS).double()},
+    "hidden states of one slot": {"hidden": torch.zeros(5, 1, UNITS)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_INPUTS)
+def test_inputs_that_do_not_fit_are_refused_in_the_same_words_at_all_sizes_and_by_no_other_error(wrong):
+    """Buffers would have broadcast some of them over the batch, or cut it to the first request."""
+    changed, said = WRONG_INPUTS[wrong], set()
+    hidden, anchor, params, noise = batch(0, REQUESTS)
+    given = {"hidden": hidden, "anchor": anchor, "params": params, "noise": noise} | changed
+    for sizes in ((1, 2, 4, 8), (5,), (2,)):
+        with pytest.raises(SelectionError) as raised:
+            sampler_of(sizes=sizes, noise=getattr(given["noise"], "rule", "gumbel")).propose(**given)
+        said.add(str(raised.value))
+    assert len(said) == 1 and ": give" in said.pop()
+
+
+def test_hidden_states_are_read_in_the_dtype_of_the_tables_at_all_sizes():
+    hidden, *rest = batch(0, REQUESTS)
+    tables = TransitionTables(
+        projection=TABLES.projection.bfloat16(),
+        predecessor=TABLES.predecessor.bfloat16(),
+        successor=TABLES.successor.bfloat16(),
+    )
+    head = DenseHead.from_full(WEIGHT, VocabShard.even(0, 1, VOCAB))
+    found = [
+        DraftSampler(head, tables, k=K, slots=SLOTS, sizes=sizes).propose(hidden * 1.0009, *rest)
+        for sizes in ((8,), (2,))
+    ]
+    assert torch.equal(found[0].draft.q_rows, found[1].draft.q_rows) and torch.equal(found[0].ids, found[1].ids)
+
+
+def test_tables_and_hidden_states_that_are_trained_leave_no_gradient_in_the_buffers():
+    hidden, *rest = batch(0, 2)
+    trained = replace(TABLES, projection=TABLES.projection.clone().requires_grad_())
+    head = DenseHead.from_full(WEIGHT, VocabShard.even(0, 1, VOCAB))
+    sampler = DraftSampler(head, trained, k=K, slots=SLOTS)
+    for _ in range(2):
+        proposal = sampler.propose(hidden.clone().requires_grad_(), *rest)
+    assert not proposal.draft.q_rows.requires_grad
+
+
+@pytest.mark.parametrize("bad", [nan, inf, 3e38])
+@pytest.mark.parametrize("rule", ["gumbel", "inverse_cdf"])
+def test_a_request_of_broken_hidden_states_drafts_nothing_and_is_verified_with_its_neighbours(bad, rule):
+    hidden, anchor, _, _ = batch(0, 2)
+    hidden[0, 1] = bad
+    params = DraftParams.alike(2, temperature=1.0)
+    noise = Noise(rule=rule, uniforms=torch.full((2, SLOTS), 0.5), seeds=torch.arange(2), positions=torch.arange(2))
+    found = sampler_of(noise=rule).propose(hidden, anchor, params, noise)
+    assert found.draft.q_rows.isfinite().all()
+    q = torch.zeros(2, SLOTS, VOCAB).scatter(-1, found.ids.clamp_min(0), found.draft.q_rows)
+    target = torch.full((2, SLOTS + 1, VOCAB), 1 / VOCAB)
+    accepted, following = verify(target, q, found.draft.tokens, torch.zeros(2, SLOTS), torch.full((2,), 0.5))
+    no_draft = found.draft.tokens[0] == -1
+    assert accepted[0] <= (int(no_draft.int().argmax()) if no_draft.any() else SLOTS)
+    assert (following >= 0).all() and (following < VOCAB).all()

@@ -4,7 +4,7 @@ Statistical tests are repeatable (seeded). Each rejects a right distribution wit
 seeds, by the bound of Laurent and Massart (2000) on the tail of chi-square: P(X >= d + 2 sqrt(d t) + 2 t) <= exp(-t).
 """
 
-from math import inf, log, sqrt
+from math import inf, log, nan, sqrt
 
 import numpy as np
 import pytest
@@ -111,10 +111,80 @@ def test_greedy_and_sampled_requests_stand_in_one_batch():
     assert mixed.greedy.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_parameters_out_of_range_are_refused(wrong):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"temperature": value} for value in (-1.0, inf, nan)),
+        {"top_k": -1},
+        *({"top_p": value} for value in (0.0, 1.5, nan)),
+    ],
+)
+def test_parameters_out_of_range_are_refused_as_numbers_and_as_tensors(wrong):
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(SelectionError, match=name):
+        DraftParams.alike(0, **wrong)
+    sound = {"temperature": torch.ones(2), "top_k": torch.zeros(2).long(), "top_p": torch.ones(2)}
+    sound[name][1] = value
+    with pytest.raises(SelectionError, match=f"{name} holds {value}"):
+        DraftParams(**sound)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": torch.ones(2).double()},
+        {"top_k": torch.ones(2)},
+        {"top_p": torch.ones(3)},
+        {"temperature": torch.ones(2, 1)},
+        {"top_p": 0.9},
+    ],
+)
+def test_parameters_of_another_shape_or_dtype_are_refused(wrong):
+    sound = {"temperature": torch.ones(2), "top_k": torch.zeros(2).long(), "top_p": torch.ones(2)}
     with pytest.raises(SelectionError, match=next(iter(wrong))):
-        DraftParams.alike(1, **wrong)
+        DraftParams(**sound | wrong)
+
+
+def test_a_distribution_and_a_walk_take_parameters_of_as_many_requests_only():
+    scores, ids = draw(0, 3, 1, 2, 2), torch.zeros(3, 1, 2).long()
+    noise = Noise(rule="inverse_cdf", uniforms=torch.zeros(3, 1))
+    for params in (DraftParams.alike(1), DraftParams.alike(2)):
+        with pytest.raises(SelectionError, match="one for each request"):
+            draft_distribution(scores, params)
+        with pytest.raises(SelectionError, match="one for each request"):
+            walk(ids, scores, params, noise)
+    with pytest.raises(SelectionError, match="uniforms"):
+        walk(ids, scores, DraftParams.alike(3), Noise(rule="inverse_cdf", uniforms=torch.zeros(1, 1)))
+
+
+def test_a_noise_rule_that_is_not_known_is_refused():
+    with pytest.raises(SelectionError, match="'foo' is none of inverse_cdf, gumbel"):
+        Noise(rule="foo")
+
+
+BROKEN_ROWS = [  # scores, q if greedy, q if sampled
+    ([inf, 0.0, -inf], [1, 0, 0], [1, 0, 0]),
+    ([0.0, inf, inf], [0, 1, 0], [0, 0.5, 0.5]),
+    ([-inf, -inf, -inf], [1, 0, 0], [1, 0, 0]),
+    ([0.0, nan, 5.0], [1, 0, 0], [1, 0, 0]),
+    ([0.0, nan, inf], [1, 0, 0], [1, 0, 0]),
+    ([0.0, 1e35, -inf], [0, 1, 0], [0, 1, 0]),
+    ([-3e38, 3e38, 0.0], [0, 1, 0], [0, 1, 0]),
+]
+
+
+@pytest.mark.parametrize("scores, greedy, sampled", BROKEN_ROWS)
+def test_rows_that_are_not_finite_have_a_distribution_by_a_stated_rule(scores, greedy, sampled):
+    for temperature, expected in ((0.0, greedy), (1.0, sampled), (1e-6, sampled)):
+        q = draft_distribution(torch.tensor([[[scores]]]), DraftParams.alike(1, temperature=temperature))
+        assert q.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("anchor", [torch.tensor([-1, 0]), torch.tensor([0, 11]), torch.zeros(2), torch.tensor([0])])
+def test_an_anchor_without_a_row_in_the_tables_is_refused(anchor):
+    ids, unary, hidden, tables = some_lattice()
+    with pytest.raises(SelectionError, match="anchor"):
+        lattice_scores(ids, unary, hidden, anchor, tables)
 
 
 def test_a_greedy_walk_follows_the_best_of_the_row_that_was_chosen():
@@ -265,3 +335,59 @@ def test_what_verification_lets_through_follows_the_target_token_by_token():
     third = last[accepted == 2]
     assert fits(np.bincount(third.numpy(), minlength=tokens), target[2].double().numpy() * len(third))
     assert not fits(np.bincount(first.numpy(), minlength=tokens), q[0].double().numpy() * requests)
+
+
+def test_a_slot_without_a_draft_is_rejected_and_the_targets_own_token_follows():
+    requests = 20_000
+    target = torch.softmax(draw(1, 3, 4), -1)
+    q = torch.softmax(draw(2, 2, 4), -1)
+    drafted = torch.tensor([[2, -1]]).expand(requests, -1)
+    uniforms, redraw = torch.zeros(requests, 2), torch.rand(requests, generator=torch.Generator().manual_seed(3))
+    for noise_in_q in (q, torch.stack([q[0], torch.full((4,), nan)])):
+        every = (t.expand(requests, -1, -1) for t in (target, noise_in_q))
+        accepted, following = verify(*every, drafted, uniforms, redraw)
+        assert accepted.unique().tolist() == [1]
+        assert fits(np.bincount(following.numpy(), minlength=4), target[1].double().numpy() * requests)
+        assert not fits(
+            np.bincount(following.numpy(), minlength=4), residual(target, target.roll(1, 1))[1].numpy() * requests
+        )
+
+
+def test_a_request_without_a_draft_leaves_its_neighbours_as_they_are():
+    target, q = torch.softmax(draw(1, 2, 3, 4), -1), torch.softmax(draw(2, 2, 2, 4), -1)
+    drafted, uniforms, redraw = torch.tensor([[-1, 3], [1, 2]]), torch.full((2, 2), 0.4), torch.full((2,), 0.6)
+    both = verify(target, q, drafted, uniforms, redraw)
+    alone = verify(target[1:], q[1:], drafted[1:], uniforms[1:], redraw[1:])
+    assert both[0][0] == 0 and [t[1].item() for t in both] == [t.item() for t in alone]
+
+
+def test_without_a_slot_the_targets_token_is_all_that_comes():
+    target = torch.tensor([[[0.2, 0.8]], [[0.6, 0.4]]])
+    nothing = torch.zeros(2, 0)
+    accepted, following = verify(target, torch.zeros(2, 0, 2), nothing.long(), nothing, torch.tensor([0.5, 0.5]))
+    assert (accepted.tolist(), following.tolist()) == ([0, 0], [1, 0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"drafted": torch.tensor([[4]])},
+        {"drafted": torch.tensor([[-2]])},
+        {"drafted": torch.tensor([[0.0]])},
+        {"target": torch.full((1, 1, 4), 0.25)},
+        {"q": torch.full((1, 1, 3), 0.25)},
+        {"uniforms": torch.zeros(1)},
+        {"redraw": torch.zeros(2)},
+    ],
+)
+def test_what_cannot_be_verified_is_refused_by_name(wrong):
+    sound = {
+        "target": torch.full((1, 2, 4), 0.25),
+        "q": torch.full((1, 1, 4), 0.25),
+        "drafted": torch.tensor([[0]]),
+        "uniforms": torch.zeros(1, 1),
+        "redraw": torch.zeros(1),
+    }
+    verify(**sound)
+    with pytest.raises(SelectionError, match=next(iter(wrong))):
+        verify(**sound | wrong)
