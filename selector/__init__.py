@@ -5,8 +5,9 @@
 
 from tpbed.selector.admission import AdmissionError, Ruling, admit, admits_quant_method, is_dense_head
 from tpbed.selector.candidates import Candidates, Merge
-from tpbed.selector.checkpoint import CheckpointError, QuantFormat, read_packed, write_packed
+from tpbed.selector.checkpoint import read_packed, write_packed
 from tpbed.selector.errors import SelectionError
+from tpbed.selector.folder import CheckpointError
 from tpbed.selector.fp8 import (
     Fp8Head,
     Fp8Method,
@@ -26,6 +27,7 @@ from tpbed.selector.packet import agree_on_draft
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import FORMATS, Format, QuantizedHead, load_head
 from tpbed.selector.reference import Discrepancy, error_bound, explain_candidates, reference_logits, reference_topk
+from tpbed.selector.scheme import QuantFormat
 from tpbed.selector.select import Note, Policy, compute_candidates
 from tpbed.selector.shard import NO_TOKEN, ShardError, VocabShard
 from tpbed.selector.tiles import TiledMethod

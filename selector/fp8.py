@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
+from tpbed.selector.folder import CheckpointPath
 from tpbed.selector.head import HeadError, check_rows
 from tpbed.selector.shard import ShardError, VocabShard
 from tpbed.selector.tiles import add_bias, apply_in_tiles
@@ -173,7 +173,7 @@ class Fp8Head:
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, shard: VocabShard, *, name: str = LM_HEAD, tied_to: str = EMBEDDING
+        cls, path: CheckpointPath, shard: VocabShard, *, name: str = LM_HEAD, tied_to: str = EMBEDDING
     ) -> Fp8Head:
         """Read the shard's part of an FP8 head, as read_packed does; CheckpointError if it is packed otherwise."""
         return cls.from_packed(

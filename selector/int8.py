@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
+from tpbed.selector.folder import CheckpointPath
 from tpbed.selector.fp8 import symmetric_scale
 from tpbed.selector.head import HeadError, check_rows
 from tpbed.selector.shard import VocabShard
@@ -75,7 +75,7 @@ class Int8Head:
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, shard: VocabShard, *, name: str = LM_HEAD, tied_to: str = EMBEDDING
+        cls, path: CheckpointPath, shard: VocabShard, *, name: str = LM_HEAD, tied_to: str = EMBEDDING
     ) -> Int8Head:
         """Read the shard's part of an INT8 head, as read_packed does; CheckpointError if it is packed otherwise."""
         return cls.from_packed(read_packed(path, name, tied_to=tied_to, formats=("int8",))[1], shard)

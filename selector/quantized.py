@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
+from tpbed.selector.folder import CheckpointPath
 from tpbed.selector.fp8 import Fp8Head, dequantise_fp8, pack_fp8
 from tpbed.selector.head import DenseHead
 from tpbed.selector.int8 import Int8Head, dequantise_int8, pack_int8
 from tpbed.selector.nvfp4 import Nvfp4Head, dequantise_nvfp4, pack_nvfp4
-from tpbed.selector.shard import VocabShard
+from tpbed.selector.shard import ShardError, VocabShard
 
 QuantizedHead = Fp8Head | Int8Head | Nvfp4Head
 
@@ -51,12 +51,15 @@ FORMATS: Mapping[str, Format] = {  # by QuantFormat
 
 
 def load_head(
-    path: Path, shard: VocabShard, *, name: str = LM_HEAD, tied_to: str = EMBEDDING
+    path: CheckpointPath, shard: VocabShard, *, name: str = LM_HEAD, tied_to: str = EMBEDDING
 ) -> DenseHead | QuantizedHead:
     """The shard's part of the head in the checkpoint in folder `path`, in the format that its config gives.
 
-    Raises CheckpointError as read_packed does, HeadError or ShardError where the head does not fit the shard.
+    path may be a str. Raises CheckpointError as read_packed does, HeadError or ShardError where the head does not fit
+    the shard.
     """
+    if not isinstance(shard, VocabShard):
+        raise ShardError(f"shard={shard!r} is {type(shard).__name__}: give VocabShard.even(rank, world_size, tokens).")
     found, packed = read_packed(path, name, tied_to=tied_to)
     if found is None:
         return DenseHead.from_full(packed["weight"], shard)

@@ -11,10 +11,11 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpbed.selector.checkpoint import quantization_config, read_packed, write_packed
+from tpbed.selector.checkpoint import read_packed, write_packed
 from tpbed.selector.fp8 import BLOCK
 from tpbed.selector.nvfp4 import GROUP
 from tpbed.selector.quantized import FORMATS
+from tpbed.selector.scheme import quantization_config
 from tpbed.selector.shard import VocabShard
 
 COMPRESSORS = {
