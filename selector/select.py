@@ -19,7 +19,8 @@ from tpbed.selector.vote import agree_admission
 
 Policy = Literal["rank_local", "agreed"]
 """Who decides how a head is projected. rank_local: each rank for itself, as SGLang does; if their heads differ, one may
-raise alone and leave its peers waiting. agreed: all ranks by a vote before anything else, which costs one all_gather.
+raise alone and leave its peers waiting, or the answer mixes their heads. agreed: all ranks by a vote before anything
+else, which costs one all_gather, and with heads that are alike in all that `head_facts` lists.
 """
 
 
@@ -87,9 +88,15 @@ def check_request(
     """
     if admission not in get_args(Policy):
         raise SelectionError(f"admission={admission!r} is none of {', '.join(get_args(Policy))}: use one of these.")
+    if not isinstance(hidden, Tensor):
+        raise SelectionError(f"hidden is {type(hidden).__name__}: give a tensor (rows, hidden units).")
     shard = check_shard(head)
-    check_choice(shard, k=k, group=group, merge=merge)
-    path, because = _admitted(head, shard, hidden, group, admission)
+    if admission == "agreed" and shard.world_size > 1:  # before all that depends on this rank's own head
+        path, because = agree_admission(head, group=group, device=hidden.device)
+        check_choice(shard, k=k, group=group, merge=merge)
+    else:
+        check_choice(shard, k=k, group=group, merge=merge)
+        path, because = admit(head)
     _check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
     return path, because
 
@@ -101,14 +108,6 @@ def check_choice(shard: VocabShard, *, k: int, group: dist.ProcessGroup | None, 
     _check_group(shard, group)
 
 
-def _admitted(
-    head: LmHead, shard: VocabShard, hidden: Tensor, group: dist.ProcessGroup | None, admission: Policy
-) -> tuple[Path, str]:
-    if admission == "agreed" and shard.world_size > 1:
-        return agree_admission(head, group=group, device=hidden.device)
-    return admit(head)
-
-
 def _check_k(k: int, shard: VocabShard) -> None:
     if not is_whole(k) or not 1 <= k <= shard.org_vocab_size:
         raise SelectionError(
@@ -118,8 +117,6 @@ def _check_k(k: int, shard: VocabShard) -> None:
 
 
 def _check_hidden(hidden: Tensor, units: int | None) -> None:
-    if not isinstance(hidden, Tensor):
-        raise SelectionError(f"hidden is {type(hidden).__name__}: give a tensor (rows, hidden units).")
     if hidden.ndim != 2 or hidden.dtype not in DENSE_DTYPES:
         raise SelectionError(
             f"hidden is {hidden.dtype} with shape {tuple(hidden.shape)}, but one row per token is needed: "

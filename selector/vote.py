@@ -1,4 +1,4 @@
-"""Vote: the path of a head, agreed by all ranks before their first collective, with every rank's reason."""
+"""Vote: the path and the facts of a head, agreed by all ranks before anything else, with every rank's reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpbed.selector.admission import AdmissionError, Path, admit
+from tpbed.selector.facts import DIGEST_CHARACTERS, digest, head_facts
 
-BALLOT_BYTES = 512  # of each rank: its path's initial and its reason, cut off where it is longer
+BALLOT_BYTES = 512  # of each rank: its path's initial, a digest of its facts, the facts, its reason; cut where longer
+_DECIDES = 1 + DIGEST_CHARACTERS  # what must be the same on all ballots
 _PATHS: dict[str, Path] = {"q": "quantized", "d": "dense"}
 _REFUSED = "r"
 
@@ -19,26 +21,34 @@ def agree_admission(head: object, *, group: dist.ProcessGroup | None, device: to
     """The path that every rank's own head takes, and this rank's reason; every rank of the group calls this.
 
     Ranks may hold different facts - a stale quant method, an attribute that only one loader set -, and then `admit`
-    alone lets one of them raise, or multiply another way, while its peers wait.
+    alone lets one of them raise, or multiply another way, while its peers wait. Heads that differ otherwise, as
+    `head_facts` lists, would answer with candidates of several heads.
     device: where the group's transport wants tensors. Cost: one all_gather of 512 bytes per rank, none in a group of 1.
-    Raises AdmissionError on every rank alike, with every rank's reason, unless all would take the same path.
+    Raises AdmissionError on every rank alike, with every rank's reason and facts, unless all would take the same path
+    with heads that are alike.
     """
     ballot = _fill_in(head)
     ballots = _gather(ballot, group, device)
-    if {one[0] for one in ballots} == {ballot[0]} and ballot[0] != _REFUSED:
-        return _PATHS[ballot[0]], ballot[1:]
+    if {one[:_DECIDES] for one in ballots} == {ballot[:_DECIDES]} and ballot[0] != _REFUSED:
+        return _PATHS[ballot[0]], ballot.partition("\n")[2]
     raise AdmissionError(
-        f"the ranks cannot project their heads alike: {_told(ballots)}. Load the same parameters and the same "
-        f"quant_method on every rank, or none on any."
+        f"the ranks cannot project their heads alike: {_told(ballots)}. Load the same parameters of one checkpoint and "
+        f"the same quant_method on every rank, or none on any."
     )
 
 
 def _fill_in(head: object) -> str:
+    facts = head_facts(head)
+    initial, because = _vote(head)
+    return f"{initial}{digest(facts)}{facts}\n{because}"
+
+
+def _vote(head: object) -> tuple[str, str]:
     try:
         path, because = admit(head)
     except AdmissionError as error:
-        return f"{_REFUSED}{error}"
-    return f"{path[0]}{because}"
+        return _REFUSED, str(error)
+    return path[0], because
 
 
 def _gather(ballot: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
@@ -63,5 +73,5 @@ def _told(ballots: Sequence[str]) -> str:
 
 
 def _choice(ballot: str) -> str:
-    path = _PATHS.get(ballot[0])
-    return f"refuses ({ballot[1:]})" if path is None else f"goes {path} ({ballot[1:]})"
+    path, (facts, _, because) = _PATHS.get(ballot[0]), ballot[_DECIDES:].partition("\n")
+    return f"refuses ({because})" if path is None else f"goes {path} ({because}) with {facts}"

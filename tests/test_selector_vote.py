@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from tpbed.selector.admission import AdmissionError
+from tpbed.selector.errors import SelectionError
+from tpbed.selector.fp8 import Fp8Head
 from tpbed.selector.head import DenseHead
+from tpbed.selector.int8 import Int8Head
+from tpbed.selector.nvfp4 import Nvfp4Head
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.vote import BALLOT_BYTES, agree_admission
@@ -74,3 +78,89 @@ def test_a_stale_method_on_one_rank_hangs_its_peers_or_stops_all(admission):
     assert (run.ledgers[1].end is None) == (admission == "rank_local")
     issued = [len(ledger.collectives) for ledger in run.ledgers]
     assert issued == ([0, 1] if admission == "rank_local" else [1, 1])
+
+
+WEIGHT = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def even(rank: int, tokens: int = 64, **options) -> VocabShard:
+    return VocabShard.even(rank, 2, tokens, pad_to=32, **options)
+
+
+UNLIKE = {  # of rank 0, of rank 1, and what tells them apart
+    "dtypes": (
+        DenseHead.from_full(WEIGHT, even(0)),
+        DenseHead.from_full(WEIGHT.float(), even(1)),
+        ("weight bfloat16", "weight float32"),
+    ),
+    "formats": (Int8Head.from_full(WEIGHT, even(0)), Fp8Head.from_full(WEIGHT, even(1)), ("int8", "float8_e4m3fn")),
+    "granularities": (
+        Fp8Head.from_full(WEIGHT, even(0)),
+        Fp8Head.from_full(WEIGHT, even(1), granularity="tensor"),
+        ("granularity channel", "granularity tensor"),
+    ),
+    "layouts": (
+        Nvfp4Head.from_full(WEIGHT, even(0)),
+        Nvfp4Head.from_full(WEIGHT, even(1), layout="modelopt"),
+        ("layout compressed-tensors", "layout modelopt"),
+    ),
+    "hidden sizes": (
+        DenseHead.from_full(WEIGHT, even(0)),
+        DenseHead.from_full(WEIGHT[:, :16], even(1)),
+        ("hidden_size 32", "hidden_size 16"),
+    ),
+    "vocabularies": (
+        DenseHead.from_full(WEIGHT, even(0)),
+        DenseHead.from_full(WEIGHT[:60], even(1, 60)),
+        ("64 + 0 tokens", "60 + 0 tokens"),
+    ),
+    "added tokens": (
+        DenseHead.from_full(WEIGHT[:40], even(0, 32, added_vocab_size=8)),
+        DenseHead.from_full(WEIGHT[:32], even(1, 32)),
+        ("32 + 8 tokens", "32 + 0 tokens"),
+    ),
+    "shares": (
+        DenseHead.from_full(WEIGHT, even(0)),
+        DenseHead.from_full(WEIGHT, VocabShard.uneven(1, [30, 34])),
+        ("width 32", "width uneven"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("merge", ["two_gather", "packed", "full_gather"])
+def test_heads_that_are_not_alike_are_refused_on_all_ranks_with_what_each_of_them_holds(name, merge):
+    first, second, facts = UNLIKE[name]
+
+    def program(rank: int) -> str:
+        with pytest.raises(AdmissionError) as raised:
+            head = (first, second)[rank]
+            compute_candidates(torch.ones(1, 32), head, k=62, group=None, admission="agreed", merge=merge)
+        return str(raised.value)
+
+    run = SimulatedWorld(2).run(program)
+    assert run.results[0] == run.results[1] and "\n" not in run.results[0]
+    assert all(fact in run.results[0] for fact in facts)
+    assert [[c.payload_bytes for c in ledger.collectives] for ledger in run.ledgers] == [[BALLOT_BYTES]] * 2
+
+
+@pytest.mark.parametrize("widths", [[0, 64], [1, 63], [63, 1], [32, 32]])
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+def test_shards_of_one_head_are_alike_however_little_a_rank_holds(widths, granularity):
+    def program(rank: int):
+        head = Fp8Head.from_full(WEIGHT[:, :16], VocabShard.uneven(rank, widths), granularity=granularity)
+        return compute_candidates(torch.ones(1, 16), head, k=9, group=None, admission="agreed").ids.tolist()
+
+    first, second = SimulatedWorld(2).run(program).results
+    assert first == second and len(first[0]) == 9
+
+
+def test_what_is_wrong_with_the_request_is_told_on_all_ranks_after_the_vote():
+    def program(rank: int) -> str:
+        with pytest.raises(SelectionError, match="k=65") as raised:
+            head = DenseHead.from_full(WEIGHT, even(rank))
+            compute_candidates(torch.ones(1, 32), head, k=65, group=None, admission="agreed")
+        return str(raised.value)
+
+    first, second = SimulatedWorld(2).run(program).results
+    assert first == second
