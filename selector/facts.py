@@ -30,4 +30,5 @@ def _vocabulary(shard: object) -> str:
     org, added = getattr(shard, "org_vocab_size", None), getattr(shard, "added_vocab_size", None)
     ranks, even = getattr(shard, "world_size", None), getattr(shard, "equal_widths", False)
     width = getattr(shard, "width", None) if even else "uneven"
-    return f"{org} + {added} tokens over {ranks} ranks, width {width}"
+    edges = getattr(shard, "edge_divisor", None)
+    return f"{org} + {added} tokens over {ranks} ranks, width {width}, edges at multiples of {edges}"

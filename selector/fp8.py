@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
 from tpbed.selector.folder import CheckpointPath
-from tpbed.selector.head import HeadError, check_rows
+from tpbed.selector.head import HeadError, check_matrix, check_rows, check_scale
 from tpbed.selector.shard import ShardError, VocabShard
 from tpbed.selector.tiles import add_bias, apply_in_tiles
 from tpbed.selector.triton_fp8 import quantise_rows, scale_logits
@@ -28,9 +28,11 @@ def pack_fp8_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight: (rows, hidden units) of any floating dtype, finite; a row with NaN or infinity packs to NaN.
     Returns packed (rows, hidden units) float8_e4m3fn and scale (rows, 1) float32; packed * scale is the weight again,
     within 1/16 of each entry or, for the smallest, 2**-10 * scale. A row of zeros packs to zeros.
+    Raises HeadError for other than two dimensions.
     Cost: float32 copies of weight. Rows are independent: packing and sharding may come in either order.
     Source: per-channel symmetric FP8 as compressed-tensors stores it; OCP 8-bit Floating Point, E4M3 (2023).
     """
+    check_matrix("weight", weight)
     wide = weight.float()
     amax = wide.abs().amax(dim=1, keepdim=True) if weight.shape[1] else wide.new_zeros((weight.shape[0], 1))
     scale = symmetric_scale(amax, FP8_MAX)
@@ -39,6 +41,7 @@ def pack_fp8_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack_fp8_per_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     """As pack_fp8_per_channel, with one scale (1,) float32 for all rows: pack the whole head, then shard it."""
+    check_matrix("weight", weight)
     wide = weight.float()
     amax = wide.abs().amax().reshape(1) if weight.numel() else wide.new_zeros(1)
     scale = symmetric_scale(amax, FP8_MAX)
@@ -51,6 +54,7 @@ def pack_fp8_per_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns packed as there and scale (ceil(rows / 128), ceil(hidden units / 128)) float32; blocks at the end may be
     partial. Source: weights of DeepSeek-V3; FP8_BLOCK of compressed-tensors.
     """
+    check_matrix("weight", weight)
     blocks = _in_blocks(weight.float())
     amax = blocks.abs().amax(dim=(1, 3)) if blocks.numel() else blocks.new_zeros(blocks.shape[0], blocks.shape[2])
     scale = symmetric_scale(amax, FP8_MAX)
@@ -74,24 +78,26 @@ def dequantise_fp8(packed: Tensor, scale: Tensor) -> Tensor:
     return packed.double() * scale.double()
 
 
-def granularity_of(weight: Tensor, scale: Tensor) -> Granularity:
+def granularity_of(weight: Tensor, scale: Tensor, covered: Granularity | None = None) -> Granularity:
     """What one scale covers, which its shape says: (1,), (rows, 1), or a row and a column for each 128 of weight's.
 
+    covered: the answer, if it is known; a shape that fits a row and a block alike is taken as one for the row.
     Raises HeadError for any other shape.
     """
-    by_shape: dict[tuple[int, ...], Granularity] = {
-        (-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)): "block",
-        (weight.shape[0], 1): "channel",
-        (1,): "tensor",
+    check_matrix("weight", weight)
+    shapes: dict[Granularity, tuple[int, ...]] = {
+        "channel": (weight.shape[0], 1),
+        "block": (-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)),
+        "tensor": (1,),
     }
-    found = by_shape.get(tuple(scale.shape))
-    if found is None:
-        wanted = ", ".join(f"{shape} per {name}" for shape, name in by_shape.items())
-        raise HeadError(
-            f"weight_scale has shape {tuple(scale.shape)}, but a weight of {tuple(weight.shape)} takes {wanted}: "
-            f"pack them with one of the packers of FP8."
-        )
-    return found
+    for name, shape in shapes.items():
+        if shape == tuple(scale.shape) and covered in (None, name):
+            return name
+    wanted = ", ".join(f"{shape} per {name}" for name, shape in shapes.items())
+    raise HeadError(
+        f"weight_scale has shape {tuple(scale.shape)}, but a weight of {tuple(weight.shape)} takes {wanted}: "
+        f"pack them with one of the packers of FP8."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +130,7 @@ class Fp8Head:
 
     weight: (shard.width, hidden units) float8_e4m3fn. weight_scale: float32 (shard.width, 1), (1,), or one for each
     128 rows of the shard and 128 hidden units, the last of which may be partial.
+    scale_covers: what one scale covers, None for what the shapes say, which a shard of a row or none may leave open.
     Padding rows of both may hold anything. Raises HeadError if they do not fit the shard or the format, ShardError if
     ranks would share a block.
     """
@@ -133,6 +140,7 @@ class Fp8Head:
     shard: VocabShard
     quant_method: object | None = field(default_factory=Fp8Method)
     logits_dtype: torch.dtype = torch.bfloat16
+    scale_covers: Granularity | None = None
 
     def __post_init__(self) -> None:
         check_rows("weight", self.weight, self.shard)
@@ -162,14 +170,17 @@ class Fp8Head:
 
         Raises ShardError on every rank alike if an edge between ranks cuts a block.
         """
+        check_scale("weight_scale", packed["weight_scale"])
         weight, scale = packed["weight"], packed["weight_scale"].float()
         scale = scale.reshape(1) if scale.ndim == 0 else scale
         covered = granularity_of(weight, scale)
         if covered == "block":
+            check_blocks(shard)
             scale = _shard_blocks(scale, shard, padding)
         elif covered == "channel":
             scale = shard.shard_rows(scale, padding=padding)
-        return cls(weight=shard.shard_rows(weight, padding=padding), weight_scale=scale, shard=shard)
+        rows = shard.shard_rows(weight, padding=padding)
+        return cls(weight=rows, weight_scale=scale, shard=shard, scale_covers=covered)
 
     @classmethod
     def from_checkpoint(
@@ -183,7 +194,7 @@ class Fp8Head:
     @property
     def granularity(self) -> Granularity:
         """What one scale covers."""
-        return granularity_of(self.weight, self.weight_scale)
+        return granularity_of(self.weight, self.weight_scale, self.scale_covers)
 
     @property
     def hidden_size(self) -> int:
@@ -215,11 +226,11 @@ def check_blocks(shard: VocabShard) -> None:
             f"added_vocab_size={shard.added_vocab_size} tokens follow the padding, where no block of {BLOCK} rows "
             f"begins: use a format with scales per row."
         )
-    if shard.world_size > 1 and not (shard.equal_widths and shard.num_org_padded % BLOCK == 0):
-        share = f"a share of {shard.num_org_padded} rows" if shard.equal_widths else "an uneven share"
+    if shard.edge_divisor % BLOCK:
         raise ShardError(
-            f"{share} cuts a block of {BLOCK} rows that have one scale, at world_size={shard.world_size}: "
-            f"use VocabShard.even with pad_to={BLOCK * shard.world_size}."
+            f"ranks share {shard.org_vocab_size} tokens at multiples of {shard.edge_divisor}, which cuts a block of "
+            f"{BLOCK} rows that have one scale, at world_size={shard.world_size}: use VocabShard.even with "
+            f"pad_to={BLOCK * shard.world_size}, or widths that are multiples of {BLOCK}."
         )
 
 

@@ -97,3 +97,16 @@ def check_rows(name: str, rows: Tensor, shard: VocabShard) -> None:
             f"{name} has shape {tuple(rows.shape)}, but rank {shard.rank} of {shard.world_size} holds "
             f"{shard.width} rows: lay it out with VocabShard.shard_rows."
         )
+
+
+def check_matrix(name: str, matrix: Tensor) -> None:
+    """Raise HeadError unless matrix is a 2-D tensor; it may have no row or no column."""
+    if not isinstance(matrix, Tensor) or matrix.ndim != 2:
+        found = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise HeadError(f"{name} is {found}, but one row per token is needed: give (rows, hidden units).")
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise HeadError for scales that are no floating-point numbers: rounded to whole ones, they are lost."""
+    if not scale.is_floating_point():
+        raise HeadError(f"{name} is {scale.dtype}, but a scale is a fraction: give it in a floating dtype.")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
 from tpbed.selector.folder import CheckpointPath
 from tpbed.selector.fp8 import symmetric_scale
-from tpbed.selector.head import HeadError, check_rows
+from tpbed.selector.head import HeadError, check_matrix, check_rows, check_scale
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.tiles import TiledMethod
 
@@ -20,9 +20,10 @@ def pack_int8(weight: Tensor) -> dict[str, Tensor]:
 
     weight: (rows, hidden units) of any floating dtype, finite.
     Returns weight (rows, hidden units) int8 and weight_scale (rows, 1) float32; their product is the weight again,
-    within half a scale of each entry, and its rounding. A row of zeros packs to zeros.
+    within half a scale of each entry, and its rounding. A row of zeros packs to zeros. HeadError for other than 2-D.
     Source: per-channel symmetric INT8 of compressed-tensors; -128 is used, and 127.5 of the largest is cut to 127.
     """
+    check_matrix("weight", weight)
     wide = weight.float()
     amax = wide.abs().amax(dim=1, keepdim=True) if weight.shape[1] else wide.new_zeros((weight.shape[0], 1))
     scale = symmetric_scale(amax, 127.5)
@@ -67,6 +68,7 @@ class Int8Head:
     @classmethod
     def from_packed(cls, packed: Packed, shard: VocabShard, *, padding: float | Tensor = 0.0) -> Int8Head:
         """The shard's part of a whole packed head: weight, and weight_scale of any floating dtype."""
+        check_scale("weight_scale", packed["weight_scale"])
         return cls(
             weight=shard.shard_rows(packed["weight"], padding=padding),
             weight_scale=shard.shard_rows(packed["weight_scale"].float(), padding=padding),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import lcm
+from itertools import accumulate
+from math import gcd, lcm
 from numbers import Integral
 
 import torch
@@ -44,12 +45,10 @@ class VocabShard:
     added_start: int = 0  # token id of row num_org_padded, if num_added
     num_added: int = 0  # rows that hold added tokens
     equal_widths: bool = True  # every rank holds width rows: a fact that all ranks know alike
+    edge_divisor: int = 0  # divides each org token id at which one rank's share ends and another's begins; 0 if none
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ShardError(
-                f"rank={self.rank} is no rank of world_size={self.world_size}: use 0 to {self.world_size - 1}."
-            )
+        _check_rank(self.rank, self.world_size)
         if not 0 <= self.num_org <= self.num_org_padded <= self.num_org_padded + self.num_added <= self.width:
             raise ShardError(
                 f"num_org={self.num_org}, num_org_padded={self.num_org_padded} and num_added={self.num_added} do not "
@@ -67,6 +66,7 @@ class VocabShard:
         Source: SGLang's pad_vocab_size and get_masked_indices arithmetic, without its CPU-only widening of pad_to.
         """
         _check_sizes(world_size, org_vocab_size, added_vocab_size, pad_to)
+        _check_rank(rank, world_size)
         org_padded = _round_up(org_vocab_size, pad_to)
         added_padded = _round_up(org_padded + added_vocab_size, pad_to) - org_padded
         org_share = _share("org_vocab_size", org_vocab_size, org_padded, world_size, pad_to)
@@ -84,20 +84,23 @@ class VocabShard:
             added_vocab_size=added_vocab_size,
             added_start=added_start,
             num_added=added_end - added_start,
+            edge_divisor=_edge_divisor(range(0, org_padded, org_share), org_vocab_size),
         )
 
     @classmethod
     def uneven(cls, rank: int, widths: Sequence[int]) -> VocabShard:
         """Give rank r the next widths[r] tokens, without padding; widths is the same list on every rank.
 
-        Raises ShardError on every rank alike if a width is negative or all are 0.
+        Raises ShardError on every rank alike if a width is negative or no whole number, or all are 0.
         """
-        if min(widths, default=0) < 0 or sum(widths) < 1:
+        if not all(map(is_whole, widths)) or min(widths, default=0) < 0 or sum(widths) < 1:
             raise ShardError(
-                f"widths={list(widths)} hold no vocabulary: give each rank 0 or more tokens, one at least."
+                f"widths={list(widths)} hold no vocabulary: give each rank a whole number of 0 or more tokens, one at "
+                f"least."
             )
-        if rank >= len(widths):
+        if is_whole(rank) and rank >= len(widths):
             raise ShardError(f"rank={rank} has no entry in widths={list(widths)}: list the width of every rank.")
+        _check_rank(rank, len(widths))
         return cls(
             rank=rank,
             world_size=len(widths),
@@ -108,6 +111,7 @@ class VocabShard:
             width=widths[rank],
             added_start=sum(widths),
             equal_widths=len(set(widths)) == 1,
+            edge_divisor=_edge_divisor(accumulate(widths), sum(widths)),
         )
 
     def token_ids(self) -> Tensor:
@@ -140,11 +144,22 @@ class VocabShard:
         return slice(self.num_org_padded, self.num_org_padded + self.num_added)
 
 
+def _check_rank(rank: int, world_size: int) -> None:
+    if not is_whole(rank) or not 0 <= rank < world_size:
+        raise ShardError(f"rank={rank!r} is no rank of world_size={world_size}: use 0 to {world_size - 1}.")
+
+
+def _edge_divisor(edges: Iterable[int], org_vocab_size: int) -> int:
+    return gcd(*(edge for edge in edges if 0 < edge < org_vocab_size))
+
+
 def _check_sizes(world_size: int, org_vocab_size: int, added_vocab_size: int, pad_to: int) -> None:
-    if min(world_size, org_vocab_size, pad_to) < 1 or added_vocab_size < 0:
+    whole = all(map(is_whole, (world_size, org_vocab_size, added_vocab_size, pad_to)))
+    if not whole or min(world_size, org_vocab_size, pad_to) < 1 or added_vocab_size < 0:
         raise ShardError(
             f"world_size={world_size}, org_vocab_size={org_vocab_size}, added_vocab_size={added_vocab_size} and "
-            f"pad_to={pad_to} describe no vocabulary: added_vocab_size must be 0 or more, the others 1 or more."
+            f"pad_to={pad_to} describe no vocabulary: added_vocab_size must be 0 or more, the others 1 or more, all "
+            f"whole numbers."
         )
 
 

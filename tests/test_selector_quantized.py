@@ -13,8 +13,10 @@ from tpbed.selector.int8 import Int8Head, pack_int8
 from tpbed.selector.nvfp4 import E2M1, Nvfp4Head, dequantise_nvfp4, pack_nvfp4, unpack_e2m1
 from tpbed.selector.quantized import FORMATS
 from tpbed.selector.reference import error_bound, reference_logits
+from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import ShardError, VocabShard
 from tpbed.selector.tiles import TiledMethod
+from tpbed.tp.simulated import SimulatedWorld
 
 
 def gaussian(*shape, seed=0, scale=1.0):
@@ -126,12 +128,58 @@ def test_an_edge_that_cuts_a_block_is_refused_on_every_rank_in_the_same_words(tp
     assert len(told) == 1
 
 
-def test_blocks_refuse_uneven_shares_and_added_tokens():
+@pytest.mark.parametrize("widths", [[100, 284], [128, 128, 1, 127], [0, 64, 320], [383, 1]])
+@pytest.mark.parametrize("units", [16, 144])
+def test_uneven_shares_that_cut_a_block_are_refused_on_every_rank_in_the_same_words(widths, units):
+    told = set()
+    for rank in range(len(widths)):
+        with pytest.raises(ShardError, match="which cuts a block of 128 rows") as caught:
+            Fp8Head.from_full(torch.ones(384, units), VocabShard.uneven(rank, widths), granularity="block")
+        told.add(str(caught.value))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("widths", [[384], [128, 256], [0, 384], [128, 0, 256, 0], [0, 0, 0, 384]])
+@pytest.mark.parametrize("units", [16, 144])
+@pytest.mark.parametrize("admission", ["rank_local", "agreed"])
+def test_uneven_shares_that_end_where_blocks_do_are_served(widths, units, admission):
+    weight, hidden = gaussian(384, units, seed=1), gaussian(3, units, seed=2).bfloat16()
+    full = FORMATS["fp8-block"].pack(weight)
+
+    def program(rank: int):
+        head = Fp8Head.from_packed(full, VocabShard.uneven(rank, widths))
+        assert head.granularity == "block"
+        return compute_candidates(hidden, head, k=9, group=None, merge="packed", admission=admission)
+
+    alone = Fp8Head.from_packed(full, VocabShard.even(0, 1, 384))
+    expected = compute_candidates(hidden, alone, k=9, group=None, merge="packed")
+    for found in SimulatedWorld(len(widths)).run(program).results:
+        assert torch.equal(found.ids, expected.ids) and torch.equal(found.values, expected.values)
+
+
+def test_a_share_of_a_part_of_a_block_cuts_nothing_if_one_rank_holds_all_tokens():
+    held = [Fp8Head.from_full(torch.ones(30, 16), VocabShard.even(r, 2, 30), granularity="block") for r in range(2)]
+    assert [head.shard.num_org for head in held] == [30, 0]
+
+
+def test_blocks_refuse_added_tokens():
     for rank in range(2):
-        with pytest.raises(ShardError, match="an uneven share cuts a block"):
-            Fp8Head.from_full(torch.ones(384, 16), VocabShard.uneven(rank, [128, 256]), granularity="block")
         with pytest.raises(ShardError, match="added_vocab_size=64"):
             Fp8Head.from_full(torch.ones(320, 16), VocabShard.even(rank, 2, 256, 64), granularity="block")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-block", "int8"])
+def test_scales_that_are_whole_numbers_are_refused(name):
+    packed = FORMATS[name].pack(gaussian(384, 144))
+    with pytest.raises(HeadError, match="weight_scale is torch.int32, but a scale is a fraction"):
+        FORMATS[name].head(packed | {"weight_scale": packed["weight_scale"].int()}, VocabShard.even(0, 1, 384))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-block", "int8"])
+@pytest.mark.parametrize("weight", [torch.ones(32), torch.ones(2, 3, 32), torch.tensor(1.0)])
+def test_packing_refuses_what_has_no_rows_and_units(name, weight):
+    with pytest.raises(HeadError, match=r"give \(rows, hidden units\)"):
+        FORMATS[name].pack(weight)
 
 
 @pytest.mark.parametrize("units", [8, 17, 100])

@@ -1,7 +1,7 @@
 """VocabShard: the arithmetic of who holds which token, and the layout of a rank's rows."""
 
 import pickle
-from math import lcm
+from math import gcd, lcm
 
 import pytest
 import torch
@@ -103,12 +103,21 @@ def test_widths_are_equal_and_padded_to_the_unit_and_not_a_unit_more(case):
     assert total - sum(s.num_org_padded for s in held) - added < pad_to
 
 
+@given(case=divisible_cases())
+@settings(deadline=None)
+def test_the_edges_between_ranks_are_multiples_of_one_number_that_all_ranks_know(case):
+    held = shards(*case)
+    edges = [s.org_start for s in held if 0 < s.org_start < case[1]]
+    assert {s.edge_divisor for s in held} == {gcd(*edges)}
+
+
 @given(widths=st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
 @settings(deadline=None)
 def test_uneven_shards_hold_every_token_exactly_once_without_padding(widths):
     held = [VocabShard.uneven(rank, widths) for rank in range(len(widths))]
     assert [i for s in held for i in s.token_ids().tolist()] == list(range(sum(widths)))
     assert [s.width for s in held] == widths
+    assert {s.edge_divisor for s in held} == {gcd(*(s.org_start for s in held if s.org_start < sum(widths)))}
 
 
 @given(case=divisible_cases(), padding=st.sampled_from([0.0, float("nan"), float("inf"), -3.0]))
@@ -168,6 +177,15 @@ def test_a_vocabulary_that_does_not_divide_is_refused_on_every_rank_alike_with_a
         lambda: VocabShard.uneven(0, [5, -1]),
         lambda: VocabShard.uneven(2, [5, 5]),
         lambda: VocabShard.uneven(-1, [5, 5]),
+        lambda: VocabShard.uneven(0, [1.5, 2]),
+        lambda: VocabShard.uneven(0, [True, 2]),
+        lambda: VocabShard.uneven(0.0, [1, 2]),
+        lambda: VocabShard.even(0, 2, 1000.0),
+        lambda: VocabShard.even(0, 2.0, 1000),
+        lambda: VocabShard.even(0.0, 2, 1000),
+        lambda: VocabShard.even("0", 2, 1000),
+        lambda: VocabShard.even(0, 2, 1000, pad_to="64"),
+        lambda: VocabShard.even(0, 2, 1000, 4.0),
         lambda: VocabShard(rank=0, world_size=1, org_vocab_size=9, org_start=0, num_org=9, num_org_padded=8, width=8),
     ],
 )

@@ -119,6 +119,11 @@ UNLIKE = {  # of rank 0, of rank 1, and what tells them apart
         DenseHead.from_full(WEIGHT[:32], even(1, 32)),
         ("32 + 8 tokens", "32 + 0 tokens"),
     ),
+    "edges": (
+        DenseHead.from_full(WEIGHT, VocabShard.uneven(0, [30, 34])),
+        DenseHead.from_full(WEIGHT, VocabShard.uneven(1, [34, 30])),
+        ("multiples of 30", "multiples of 34"),
+    ),
     "shares": (
         DenseHead.from_full(WEIGHT, even(0)),
         DenseHead.from_full(WEIGHT, VocabShard.uneven(1, [30, 34])),
