@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
-from tpbed.selector.head import HeadError, check_rows
+from tpbed.selector.head import HeadError, check_matrix, check_rows
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.tiles import TiledMethod
 
@@ -33,9 +33,10 @@ def pack_nvfp4(weight: Tensor, layout: Layout = "compressed-tensors") -> dict[st
     weight: (rows, hidden units) of any floating dtype, finite, hidden units a multiple of 16.
     Returns tensors under the layout's names: the packed (rows, hidden units / 2) uint8, weight_scale
     (rows, hidden units / 16) float8_e4m3fn, the global scale float32 (1,) or (), which depends on all rows: pack the
-    whole head, then shard it. Raises HeadError if the hidden units are not in 16s.
+    whole head, then shard it. Raises HeadError if the hidden units are not in 16s, and for other than two dimensions.
     Source: generate_gparam, calculate_qparams and quantize of compressed-tensors; NVFP4QTensor of ModelOpt.
     """
+    check_matrix("weight", weight)
     check_groups(weight.shape[1])
     packed_name, global_name, _ = WEIGHT_NAMES[layout]
     groups = weight.float().reshape(len(weight), weight.shape[1] // GROUP, GROUP)

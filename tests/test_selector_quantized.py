@@ -175,7 +175,7 @@ def test_scales_that_are_whole_numbers_are_refused(name):
         FORMATS[name].head(packed | {"weight_scale": packed["weight_scale"].int()}, VocabShard.even(0, 1, 384))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-block", "int8"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("weight", [torch.ones(32), torch.ones(2, 3, 32), torch.tensor(1.0)])
 def test_packing_refuses_what_has_no_rows_and_units(name, weight):
     with pytest.raises(HeadError, match=r"give \(rows, hidden units\)"):
