@@ -61,4 +61,5 @@ def check_anchor(anchor: Tensor, requests: int, tables: TransitionTables) -> Non
     """Raise SelectionError unless anchor is (requests,) int64 and, on the CPU, each has a row in the tables."""
     check_tensor("anchor", anchor, (requests,), torch.int64, each="(requests,), the token before each request's slots")
     tokens = len(tables.predecessor)
-    check_values("anchor", anchor, (anchor >= 0) & (anchor < tokens), f"token ids from 0 to {tokens - 1}")
+    known = f"token ids from 0 to {tokens - 1}"
+    check_values("anchor", anchor, lambda given: (given >= 0) & (given < tokens), known)

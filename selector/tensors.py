@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,15 +23,15 @@ def check_tensor(name: str, given: object, shape: Sequence[int | None], dtype: t
     if not fits or given.dtype is not dtype:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise SelectionError(
-            f"{name} is {given.dtype} of shape {tuple(given.shape)}, but {dtype} of shape ({wanted}) is needed: "
-            f"give {each}."
+            f"{name} is {given.dtype} with sizes {', '.join(map(str, given.shape)) or 'none'}, but {dtype} with sizes "
+            f"{wanted} is needed: give {each}."
         )
 
 
-def check_values(name: str, given: Tensor, right: Tensor, allowed: str) -> None:
-    """Raise SelectionError with the first value that is not right, a bool for each; on the CPU only.
+def check_values(name: str, given: Tensor, right: Callable[[Tensor], Tensor], allowed: str) -> None:
+    """Raise SelectionError with the first value for which right is false; on the CPU only.
 
-    On another device nothing is read: that would wait for it, and a graph capture cannot.
+    On another device nothing is launched and nothing read: that would wait for it, and a graph capture cannot.
     """
-    if given.device.type == "cpu" and not bool(right.all()):
-        raise SelectionError(f"{name} holds {given[~right][0].item()}: give {allowed}.")
+    if given.device.type == "cpu" and not bool((stands := right(given)).all()):
+        raise SelectionError(f"{name} holds {given[~stands][0].item()}: give {allowed}.")

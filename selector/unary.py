@@ -30,7 +30,7 @@ def check_unary(multiplier: float, softcap: float | None) -> None:
     """Raise SelectionError unless a finite multiplier above 0 keeps the order of candidates, and if softcap is NaN."""
     if not 0 < multiplier < inf:
         raise SelectionError(
-            f"multiplier={multiplier} would not keep the order of candidates: use a finite one above 0."
+            f"multiplier={multiplier} would not keep the order of candidates: use one above 0, and finite."
         )
     if softcap is not None and isnan(softcap):
         raise SelectionError("softcap=nan caps nothing: use None, or a number above 0.")

@@ -61,4 +61,5 @@ def _check_verified(target: Tensor, q: Tensor, drafted: Tensor, uniforms: Tensor
         ("redraw", redraw, (requests,), "(requests,)"),
     ):
         check_tensor(name, given, shape, given.dtype, each=each)
-    check_values("drafted", drafted, (drafted >= NO_TOKEN) & (drafted < tokens), f"-1, or 0 to {tokens - 1}")
+    known = f"-1, or 0 to {tokens - 1}"
+    check_values("drafted", drafted, lambda given: (given >= NO_TOKEN) & (given < tokens), known)

@@ -34,10 +34,10 @@ class DraftParams:
     def __post_init__(self) -> None:
         check_params(self, None)
         check_params(self, len(self.temperature))
-        finite = self.temperature.isfinite() & (self.temperature >= 0)
-        check_values("temperature", self.temperature, finite, "finite numbers, 0 or more")
-        check_values("top_k", self.top_k, self.top_k >= 0, "0 or more")
-        check_values("top_p", self.top_p, (self.top_p > 0) & (self.top_p <= 1), "numbers in (0, 1]")
+        finite = "finite numbers, 0 or more"
+        check_values("temperature", self.temperature, lambda given: given.isfinite() & (given >= 0), finite)
+        check_values("top_k", self.top_k, lambda given: given >= 0, "0 or more")
+        check_values("top_p", self.top_p, lambda given: (given > 0) & (given <= 1), "numbers in (0, 1]")
 
     @classmethod
     def alike(

@@ -5,6 +5,7 @@ from math import inf, nan
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpbed.selector.admission import AdmissionError
 from tpbed.selector.candidates import Candidates
@@ -14,6 +15,7 @@ from tpbed.selector.head import DenseHead
 from tpbed.selector.lattice import TransitionTables, lattice_scores
 from tpbed.selector.reference import reference_logits, reference_topk
 from tpbed.selector.sampler import EAGER_VARIABLE, DraftSampler, Eager
+from tpbed.selector.sampler_inputs import check_inputs
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.verify import verify
@@ -286,3 +288,24 @@ def test_a_request_of_broken_hidden_states_drafts_nothing_and_is_verified_with_i
     no_draft = found.draft.tokens[0] == -1
     assert accepted[0] <= (int(no_draft.int().argmax()) if no_draft.any() else SLOTS)
     assert (following >= 0).all() and (following < VOCAB).all()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_checks_launch_nothing_on_a_device():
+    """A kernel that looks at values would be part of every graph, and reading its answer would wait for the device."""
+    real, whole = torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    hidden = torch.zeros(2, SLOTS, UNITS, device="meta")
+    with Launches() as launched:
+        params = DraftParams(temperature=real, top_k=whole, top_p=real)
+        noise = Noise(rule="gumbel", seeds=whole, positions=whole)
+        check_inputs(hidden, whole, params, noise, slots=SLOTS, tables=TABLES)
+    assert launched.count == 0
