@@ -139,9 +139,10 @@ def draft_distribution(scores: Tensor, params: DraftParams) -> Tensor:
 def _without_overflow(scores: Tensor) -> Tensor:
     """Scores less their row's best, which is 0, so that no temperature can overflow; rows that have no best get one."""
     best = scores.amax(-1, keepdim=True)  # NaN if one is
-    first = torch.full_like(scores, -inf)
+    nothing = torch.full_like(scores, -inf)
+    first = nothing.clone()
     first[..., 0] = 0.0
-    scores = torch.where(best == inf, torch.where(scores == inf, 0.0, -inf), scores - best)
+    scores = torch.where(best == inf, nothing.masked_fill(scores == inf, 0.0), scores - best)
     return torch.where(best.isnan() | (best == -inf), first, scores)
 
 
