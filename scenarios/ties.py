@@ -7,7 +7,7 @@ from tpbed.harness.scenario import Expected, Overwrite, Scenario
 SCENARIOS = (
     Scenario(
         name="ties/torch-topk-tp1",
-        claim="torch.topk leaves the choice among equal values open: at TP=1 it is not the lowest ids.",
+        claim="torch.topk leaves the choice among equal values open: on the CPU, at TP=1, it is not the lowest ids.",
         kind=6,
         source="pytorch/pytorch#27542, pytorch/pytorch#133542, pytorch/pytorch#4935, pytorch/torchtitan#3336",
         worlds=("sim", "gloo"),
@@ -19,7 +19,7 @@ SCENARIOS = (
     ),
     Scenario(
         name="ties/torch-topk-tp4",
-        claim="At TP=4 the choice is another one, and it is not canonical either.",
+        claim="At TP=4 the choice is another one, and on the CPU it is not canonical either.",
         kind=6,
         source="NVIDIA/TensorRT-Model-Connect#792",
         worlds=("sim", "gloo"),

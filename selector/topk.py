@@ -63,11 +63,10 @@ def flashinfer_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     logits: (rows, width) on CUDA, contiguous; no row or k=0 gives empty tensors without a launch (0.7.2 leaves a CUDA
     error behind for no row and ends the process for no column). NaN ranks first or last, by its sign bit.
     Keeps the current CUDA device, which flashinfer changes.
-    Raises SelectionError if k exceeds width, where flashinfer returns garbage ids, and RuntimeError for a strided view.
+    Raises SelectionError as check_k does, and RuntimeError for a strided view.
     Source: flashinfer.top_k, measured on one H200 with flashinfer-python 0.7.2.
     """
-    if not 0 <= k <= logits.shape[-1]:
-        raise SelectionError(f"k={k} exceeds the {logits.shape[-1]} columns of this shard: ask for min(k, width).")
+    check_k(k, logits.shape[-1], least=0)
     if k == 0 or logits.shape[0] == 0:
         return empty_topk(logits, k)
     top_k = import_module("flashinfer").top_k  # slow to import, and absent on CPU machines
@@ -82,25 +81,46 @@ def empty_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape), torch.empty(shape, dtype=torch.int64, device=logits.device)
 
 
+def check_k(k: int, width: int, *, least: int) -> None:
+    """Raise SelectionError unless k is within least to width; above, flashinfer returns garbage or ends the process.
+
+    flashinfer_topk and check_topk_contract both refuse k with this, so that a rank fails alike on any device.
+    """
+    if not least <= k <= width:
+        raise SelectionError(f"k={k} is out of range for the {width} columns of this shard: ask for min(k, width).")
+
+
 def contract_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Refuse what flashinfer refuses, then answer as it does: stands in for flashinfer on CPU tensors.
 
     Values rank by their bits: NaN first or last by its sign, +0 before -0. Of equal ones the lower column comes first,
-    which flashinfer does not promise.
+    which flashinfer does not promise. float32 has an exception: where flashinfer first looks at logits rounded to
+    float16, which loses the sign of a NaN, a NaN of either sign is among the k, and there its sign counts again.
     """
     check_topk_contract(logits, k)
     bits = logits.view(torch.int32 if logits.dtype is torch.float32 else torch.int16)
     order = torch.where(bits < 0, torch.iinfo(bits.dtype).min - 1 - bits.long(), bits.long())
-    columns = torch.topk(order * 2**32 - torch.arange(logits.shape[1], device=logits.device), k).indices
+    by_half = logits.dtype is torch.float32 and _filters(*logits.shape)
+    columns = _largest(order + logits.isnan() * 2**32 if by_half else order)[:, :k]
+    columns = columns.gather(-1, _largest(order.gather(-1, columns)))
     return logits.gather(-1, columns), columns
+
+
+def _largest(order: Tensor) -> Tensor:
+    return order.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _filters(rows: int, width: int) -> bool:
+    """Whether flashinfer gives a row of float32 to one block, which filters it by float16 (topk.cuh, 0.7.2)."""
+    return width <= 16_384 or rows >= min(max(width // 4096, 16), 64)
 
 
 def check_topk_contract(logits: Tensor, k: int) -> None:
     """Raise what flashinfer.top_k raises for the same tensor on CUDA; a CPU tensor itself is allowed here.
 
     AssertionError for another dtype, RuntimeError for other than two dimensions, for a strided view (a cropped view of
-    one row is contiguous and passes) and for no row. Where flashinfer ends the process (no column) this raises
-    RuntimeError, and where it returns garbage without an error (k out of range) ValueError.
+    one row is contiguous and passes) and for no row. Where flashinfer ends the process (no column) or returns garbage
+    without an error (k above the width), SelectionError, as flashinfer_topk.
     Source: measured on one H200, flashinfer-python 0.7.2.
     """
     if logits.dtype not in TOPK_DTYPES:
@@ -111,12 +131,11 @@ def check_topk_contract(logits: Tensor, k: int) -> None:
         raise RuntimeError(
             f"input must be contiguous, but {tuple(logits.shape)} has strides {logits.stride()}: mask, do not crop."
         )
-    if 0 in logits.shape:
+    if logits.shape[0] == 0:
         raise RuntimeError(
             f"invalid argument: shape {tuple(logits.shape)} has nothing to rank: answer it without a call."
         )
-    if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k={k} is not within 1 to {logits.shape[1]} columns: ask for min(k, width).")
+    check_k(k, logits.shape[1], least=1)
 
 
 def default_topk(device: torch.device) -> TopK:

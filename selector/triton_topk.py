@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.packed import NO_KEY
-from tpbed.selector.topk import TOPK_DTYPES, empty_topk
+from tpbed.selector.topk import TOPK_DTYPES, check_k, empty_topk
 
 MAX_K = 64
 _NARROW = 1 << 16  # places that a 32-bit key of a 16-bit value can tell apart
@@ -42,8 +42,7 @@ class TritonTopK:
         Raises SelectionError for other logits, k above 64 or the columns, and where triton is not installed.
         """
         _check(logits, k, logits.shape[-1], None)
-        if k > logits.shape[1]:
-            raise SelectionError(f"k={k} exceeds the {logits.shape[1]} columns of this shard: ask for min(k, width).")
+        check_k(k, logits.shape[1], least=0)
         values, columns = empty_topk(logits, k)
         if values.numel():
             self._launch(_Request(logits, k, logits.shape[1], logits.dtype), values=values, columns=columns)

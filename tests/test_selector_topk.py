@@ -57,7 +57,7 @@ def test_torchs_top_k_gives_the_same_values_and_columns_that_hold_them(row, data
     row=st.lists(st.sampled_from([-inf, -2.0, -0.0, 0.0, 1.5, inf, nan, -nan]), min_size=1, max_size=12), data=st.data()
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_contract_ranks_by_bits_with_nan_first_or_last_by_its_sign(dtype, row, data):
+def test_the_contract_ranks_by_bits_and_in_float32_a_nan_of_either_sign_survives(dtype, row, data):
     logits, k = torch.tensor([row], dtype=dtype), data.draw(st.integers(1, len(row)))
 
     def rank(column):
@@ -68,9 +68,20 @@ def test_the_contract_ranks_by_bits_with_nan_first_or_last_by_its_sign(dtype, ro
             else (-inf if isnan(value) else value, -isnan(value), 0)
         )
 
+    def survives(column):
+        return dtype is torch.float32 and isnan(row[column]), rank(column)
+
     values, columns = contract_topk(logits, k)
-    assert columns.tolist() == [sorted(range(len(row)), key=rank, reverse=True)[:k]]
+    chosen = sorted(sorted(range(len(row)), key=survives, reverse=True)[:k])
+    assert columns.tolist() == [sorted(chosen, key=rank, reverse=True)]
     assert torch.equal(values.view(torch.uint8), logits.gather(1, columns).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rows", "width", "survives"), [(1, 16_384, True), (15, 16_385, False), (16, 16_385, True)])
+def test_a_negative_nan_of_float32_survives_where_one_block_filters_a_row(rows, width, survives):
+    logits = torch.zeros(rows, width)
+    logits[:, 300] = torch.tensor(nan).copysign(torch.tensor(-1.0))
+    assert (contract_topk(logits, 2)[1] == 300).any(1).tolist() == [survives] * rows
 
 
 @pytest.mark.parametrize("kernel", [canonical_topk, torch_topk])
@@ -92,9 +103,9 @@ REFUSED = {
     "one dimension": (torch.zeros(8), 2, RuntimeError, "2-D"),
     "three dimensions": (torch.zeros(2, 3, 4), 2, RuntimeError, "2-D"),
     "no row": (torch.zeros(0, 8), 2, RuntimeError, "invalid argument"),
-    "no column": (torch.zeros(3, 0), 0, RuntimeError, "invalid argument"),
-    "k above width": (WIDE, 9, ValueError, "k=9"),
-    "k of zero": (WIDE, 0, ValueError, "k=0"),
+    "no column": (torch.zeros(3, 0), 1, SelectionError, "k=1 is out of range for the 0 columns"),
+    "k above width": (WIDE, 9, SelectionError, "k=9"),
+    "k of zero": (WIDE, 0, SelectionError, "k=0"),
 }
 
 
@@ -113,6 +124,16 @@ def test_the_contract_passes_contiguous_logits_a_crop_of_one_row_and_k_of_the_wh
         values, columns = contract_topk(fine, k)
         assert torch.equal(values, torch_topk(fine, k)[0])
         assert columns.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("width", "k"), [(8, 9), (0, 1), (8, -1)])
+def test_the_contract_and_the_call_refuse_k_alike(width, k):
+    raised = []
+    for kernel in (contract_topk, flashinfer_topk):
+        with pytest.raises(SelectionError) as error:
+            kernel(torch.zeros(3, width), k)
+        raised.append((error.type, str(error.value)))
+    assert raised[0] == raised[1]
 
 
 def test_flashinfer_is_not_called_where_it_would_crash_or_corrupt(monkeypatch):

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 PLACE = "cuda:0"
 SIMULATED = {name: scenario for name, scenario in CATALOGUE.items() if "sim" in scenario.worlds}
 CONTRACT = [name for name, scenario in SIMULATED.items() if scenario.topk == "contract"]
+OPEN_ON_THE_CPU = ["ties/torch-topk-tp1", "ties/torch-topk-tp4"]
 CANONICAL = [name for name, scenario in SIMULATED.items() if scenario.topk == "canonical"]
 
 
-def check(name: str, **changes: str) -> None:
+def check(name: str, **changes: object) -> None:
     if name.startswith("real/") and missing_checkpoint():
         pytest.skip(missing_checkpoint())
     scenario = replace(SIMULATED[name], **changes)
@@ -28,9 +29,19 @@ def check(name: str, **changes: str) -> None:
     assert verdict.status == "PASS", (verdict.unexpected, verdict.not_found, verdict.doubts)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", [name for name in SIMULATED if name not in OPEN_ON_THE_CPU])
 def test_every_scenario_shows_on_a_device_what_it_claims(name):
     check(name)
+
+
+@pytest.mark.parametrize("name", OPEN_ON_THE_CPU)
+def test_of_equal_values_torch_keeps_the_lowest_ids_on_a_device_where_on_the_cpu_it_does_not(name):
+    """Seen on one H200 with torch 2.11, and promised nowhere: the merge orders what was kept, so that nothing is wrong.
+
+    That torch.topk still orders equals as it likes there is what adapters/vllm-ties and adapters/sglang-ties show.
+    """
+    assert SIMULATED[name].expect
+    check(name, expect=())
 
 
 @pytest.mark.skipif(not has_flashinfer(), reason="flashinfer is not installed: pip install 'tpbed[gpu]'")

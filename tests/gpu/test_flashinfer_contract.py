@@ -51,7 +51,7 @@ def requests(draw):
     logits = logits.round() if draw(st.booleans()) else logits
     for _ in range(draw(st.integers(0, 3))):
         place = draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))
-        logits[place] = draw(st.sampled_from([nan, inf, -inf, 0.0, -0.0]))
+        logits[place] = draw(st.sampled_from([nan, -nan, inf, -inf, 0.0, -0.0]))
     logits = logits.to(draw(st.sampled_from([*DTYPES, torch.float64])))
     form = draw(st.sampled_from(["plain", "plain", "cropped", "transposed", "every second", "1-D", "3-D"]))
     shaped = {
@@ -69,6 +69,7 @@ def requests(draw):
 @example(request=(torch.zeros(2, 300)[:, :200], 5))
 @example(request=(torch.zeros(1, 300)[:, :200], 5))
 @example(request=(torch.full((2, 300), -inf).bfloat16(), 16))
+@example(request=(torch.tensor([[0.0, -nan, nan, inf, -nan, 1.0]]), 3))
 @settings(max_examples=300)
 def test_the_contract_refuses_and_returns_what_the_kernel_does(request):
     logits, k = request
@@ -84,14 +85,30 @@ def test_the_contract_refuses_and_returns_what_the_kernel_does(request):
     assert all(len(set(row)) == k for row in columns.tolist())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_with_a_positive_sign_comes_first_and_with_a_negative_one_last(dtype):
+def row_with_nan_of_either_sign(dtype, columns):
+    """Infinity at 100, zero at 200, NaN at 300, NaN with the sign set at 400."""
     bits = torch.int32 if dtype is torch.float32 else torch.int16
-    row = rows_of(inf, 0.0, nan, dtype=dtype)
-    row[0, 400] = torch.tensor(nan, dtype=dtype)
-    row.view(bits)[0, 400] |= torch.iinfo(bits).min  # the sign
-    assert top_k(row, 2)[1].tolist() == [[300, 100]]
-    assert top_k(row, 1000)[1][0, -1].item() == 400
+    row = rows_of(inf, 0.0, nan, nan, dtype=dtype, columns=columns)
+    row.view(bits)[0, 400] |= torch.iinfo(bits).min
+    return row
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [(torch.bfloat16, 1000), (torch.bfloat16, 31_040), (torch.float16, 1000), (torch.float32, 31_040)],
+)
+def test_nan_with_a_positive_sign_comes_first_and_with_a_negative_one_last(dtype, columns):
+    row = row_with_nan_of_either_sign(dtype, columns)
+    assert top_k(row, 2)[1].tolist() == contract_topk(row, 2)[1].tolist() == [[300, 100]]
+    if columns == 1000:
+        assert top_k(row, 1000)[1][0, -1].item() == contract_topk(row, 1000)[1][0, -1].item() == 400
+
+
+def test_in_float32_rows_of_one_block_a_negative_nan_survives_before_infinity_and_comes_last_of_the_k():
+    """Such a row is first filtered by its logits rounded to float16, which loses the sign of a NaN."""
+    row = row_with_nan_of_either_sign(torch.float32, 1000)
+    for k, wanted in [(1, [300]), (2, [300, 400]), (3, [300, 100, 400])]:
+        assert top_k(row, k)[1].tolist() == contract_topk(row, k)[1].tolist() == [wanted]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
