@@ -68,59 +68,69 @@ def load_order(logits, scale, row_scale, columns, real, VALUE: tl.constexpr, SCA
     return ordered(found.to(VALUE))
 
 
+@triton.jit
+def await_the_kernel_before(OVERLAP: tl.constexpr):
+    """If this launch may overlap that of the kernel before: wait until all that it writes is there; let the next in."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["groups", "tiles"])
 def group_keys(
     logits, scale, row_scales, keys, row_stride, num_org, groups, tiles,
     VALUE: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The key of the best of each GROUP neighbours of a row: order and group. A program: TILE groups of one row."""
+    await_the_kernel_before(OVERLAP)
     row = tl.program_id(0) // tiles
-    group = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    first = tl.program_id(0) % tiles * TILE
+    group = first + tl.arange(0, TILE)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    real = columns < num_org
     row_scale = tl.load(row_scales + row) if SCALED else 1.0
-    order = load_order(logits + row.to(tl.int64) * row_stride, scale, row_scale, columns, real, VALUE, SCALED)
-    best = tl.max(tl.where(real, order, -0x80000000), axis=1)
+    here = logits + row.to(tl.int64) * row_stride
+    if (first + TILE) * GROUP <= num_org:  # nothing to mask: loads of 16 bytes
+        every = tl.full([TILE, GROUP], True, tl.int1)
+        best = tl.max(load_order(here, scale, row_scale, columns, every, VALUE, SCALED), axis=1)
+    else:
+        real = columns < num_org
+        order = load_order(here, scale, row_scale, columns, real, VALUE, SCALED)
+        best = tl.max(tl.where(real, order, -0x80000000), axis=1)
     tl.store(keys + row.to(tl.int64) * groups + group, compose(best, group, WIDE), mask=group < groups)
-
-
-@triton.jit
-def take_best(keys, picks, K: tl.constexpr, PICKS: tl.constexpr, WIDE: tl.constexpr):
-    """The K largest keys, largest first, in the first places of `picks`."""
-    place = tl.arange(0, PICKS)
-    for turn in range(K):
-        best = tl.max(keys)
-        picks = tl.where(place == turn, best, picks)
-        keys = tl.where(keys == best, lowest(WIDE), keys)
-    return picks
 
 
 @triton.jit(do_not_specialize=["groups", "first_id"])
 def best_of_groups(
     logits, scale, row_scales, keys, out_keys, out_values, out_columns, row_stride, num_org, groups, first_id,
-    VALUE: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKS: tl.constexpr,
+    VALUE: tl.constexpr, SCALED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, DIRECT: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The K best of a row, which are in the K best of its groups. A program: one row.
 
     A token that is in no such group has K better ones: the best of each group that went before its own, which have a
-    larger value, or an equal one in a column before it.
+    larger value, or an equal one in a column before it. DIRECT: a key has room for the column itself; without it, the
+    place of a member among those of the chosen groups, which then are brought in order, stands for its column.
     """
+    await_the_kernel_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    place, index = tl.arange(0, PICKS), tl.arange(0, GROUPS)
-    none = tl.full([PICKS], lowest(WIDE), tl.int64 if WIDE else tl.int32)
+    place, index, member = tl.arange(0, PICKS), tl.arange(0, GROUPS), tl.arange(0, GROUP)
     found = tl.load(keys + row * groups + index, mask=index < groups, other=lowest(WIDE))
-    chosen = tl.sort(place_of(take_best(found, none, K, PICKS, WIDE), WIDE))
-    columns = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    places = place[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    chosen = place_of(tl.topk(found, PICKS), WIDE)
+    if not DIRECT:
+        chosen = tl.sort(chosen)
+    columns = chosen[:, None] * GROUP + member[None, :]
     row_scale = tl.load(row_scales + row) if SCALED else 1.0
     real = columns < num_org
     order = load_order(logits + row * row_stride, scale, row_scale, columns, real, VALUE, SCALED)
+    places = columns if DIRECT else place[:, None] * GROUP + member[None, :]
     members = tl.where(real, compose(order, places, WIDE), lowest(WIDE))
-    picks = take_best(members, none, K, PICKS, WIDE)
-    at = place_of(picks, WIDE)
-    group = tl.sum(tl.where((at // GROUP)[:, None] == place[None, :], chosen[None, :], 0), axis=1)
-    column = (group * GROUP + at % GROUP).to(tl.int64)
+    picks = tl.topk(tl.reshape(members, [PICKS * GROUP]), PICKS)
+    column = place_of(picks, WIDE)
+    if not DIRECT:
+        group = tl.sum(tl.where((column // GROUP)[:, None] == place[None, :], chosen[None, :], 0), axis=1)
+        column = group * GROUP + column % GROUP
+    column = column.to(tl.int64)
     values = values_of((picks >> (32 if WIDE else 16)).to(tl.int32), VALUE)
     if PACKED:
         wide = values.to(tl.float32)
@@ -141,9 +151,8 @@ def best_of_keys(
     """The K largest of a row's packed keys, as values and token ids; nothing but NaN and -1 where the first is NaN."""
     row = tl.program_id(0).to(tl.int64)
     place, index = tl.arange(0, PICKS), tl.arange(0, COUNT)
-    none = tl.full([PICKS], lowest(True), tl.int64)
     found = tl.load(keys + row * count + index, mask=index < count, other=lowest(True))
-    picks = take_best(found, none, K, PICKS, True)
+    picks = tl.topk(found, PICKS)
     invalid = tl.max(picks) >= 0x7F80000100000000
     low = picks & 0xFFFFFFFF
     order = tl.where(invalid, 0x7FC00000, tl.where(low == 0, -0x7F800001, picks >> 32)).to(tl.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import isqrt
@@ -28,12 +29,13 @@ class TritonTopK:
 
     Two launches, whatever the rows: the best of each group of neighbours, then the k best of the k best groups. Scratch
     is new in every call, so that streams and CUDA graphs share nothing. Does not wait for the device.
-    group, warps: what to tune; None and 4 were the best that was measured on one H200.
+    group, warps, overlap: what to tune, as `tpbed bench gpu --part sweep` does.
     Source: the two steps are ours; the key is pack_keys'.
     """
 
     group: int | None = None  # neighbours, a power of two; None: about sqrt(columns / k)
-    warps: int = 4
+    warps: int = 8  # of a program of the second kernel
+    overlap: bool = True  # where the device can: a launch begins while the kernel before ends (compute capability 9.0)
 
     def __call__(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """As canonical_topk: values (rows, k) in the logits' dtype, columns (rows, k) int64; NaN first, and -0 is +0.
@@ -83,10 +85,10 @@ class TritonTopK:
         values = keys.new_empty((len(keys), k), dtype=torch.float32)
         ids = torch.empty_like(values, dtype=torch.int64)
         if ids.numel():
-            count, picks = keys.shape[1], power_of_two(k)
+            count, picks = keys.shape[1], _picks(k)
             with device_of(keys):
                 triton_kernels().best_of_keys[(len(keys),)](
-                    keys.contiguous(), values, ids, count, K=k, COUNT=power_of_two(count), PICKS=picks
+                    keys.contiguous(), values, ids, count, K=k, COUNT=max(picks, power_of_two(count)), PICKS=picks
                 )
         return values, ids
 
@@ -100,14 +102,16 @@ class TritonTopK:
     ) -> None:
         kernels, logits = triton_kernels(), asked.logits
         group = self.group or asked.balanced_group()
-        groups, picks = -(-asked.num_org // group), power_of_two(asked.k)
-        wide = asked.dtype is torch.float32 or max(groups, picks * group) >= _NARROW
+        groups, picks = -(-asked.num_org // group), _picks(asked.k)
+        wide = asked.dtype is torch.float32 or max(groups, picks * group) > _NARROW
+        overlap = self.overlap and logits.is_cuda and _overlaps(logits.device.index)
         common = {
             "VALUE": getattr(kernels.tl, str(asked.dtype).removeprefix("torch.")),
             "SCALED": asked.scales is not None,
             "WIDE": wide,
             "GROUP": group,
-            "num_warps": self.warps,
+            "OVERLAP": overlap,
+            **({"launch_pdl": True} if overlap else {}),
         }
         row_scales, scale = asked.scales or (None, None)
         best = logits.new_empty((len(logits), groups), dtype=torch.int64 if wide else torch.int32)
@@ -119,7 +123,8 @@ class TritonTopK:
             )
             kernels.best_of_groups[(len(logits),)](
                 logits, scale, row_scales, best, keys, values, columns, logits.stride(0), asked.num_org, groups,
-                asked.first_id, PACKED=keys is not None, K=asked.k, GROUPS=power_of_two(groups), PICKS=picks, **common,
+                asked.first_id, PACKED=keys is not None, DIRECT=wide or asked.num_org <= _NARROW, K=asked.k,
+                GROUPS=max(picks, power_of_two(groups)), PICKS=picks, num_warps=self.warps, **common,
             )  # fmt: skip
 
 
@@ -174,6 +179,18 @@ def _check(logits: Tensor, k: int, num_org: int, scales: tuple[Tensor, Tensor] |
 def device_of(tensor: Tensor) -> torch.cuda.device:
     """Kernels are launched on the current device: make it the tensor's; a CPU tensor is for triton's interpreter."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+@cache
+def _overlaps(device: int) -> bool:
+    """Whether this device and this triton know programmatic dependent launches."""
+    knows = hasattr(triton_kernels().tl.extra.cuda, "gdc_wait")
+    return knows and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _picks(k: int) -> int:
+    """What a kernel sorts out to have the k best: a power of two, and no scalar."""
+    return max(2, power_of_two(k))
 
 
 def power_of_two(number: int) -> int:
