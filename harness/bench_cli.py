@@ -120,7 +120,11 @@ def ranks(
 def gpu(
     context: typer.Context,
     part: Annotated[
-        str, typer.Option(metavar="PART,...", help="head, topk, fp8, merge, draft, sweep; default: all but the sweep.")
+        str,
+        typer.Option(
+            metavar="PART,...",
+            help="head, topk, fp8, nvfp4, merge, draft, sweep, tilings; default: all but the last two.",
+        ),
     ] = "",
     tp: Annotated[
         str, typer.Option("--tp", metavar="N,...", help="World sizes whose shards are measured.")

@@ -21,15 +21,17 @@ from tpbed.selector.merge import merge_gathered
 from tpbed.selector.packed import best_candidates, pack_keys
 from tpbed.selector.topk import flashinfer_topk, has_flashinfer, torch_topk
 from tpbed.selector.triton_fp8 import quantise_rows, scale_logits
+from tpbed.selector.triton_nvfp4 import Tiling, TritonNvfp4, triton_nvfp4
 from tpbed.selector.triton_topk import TritonTopK, has_triton, triton_topk
 from tpbed.selector.walk import DraftParams, Noise, draft_distribution, walk
 from tpbed.tp.errors import TestbedError
 
-Part = Literal["head", "topk", "fp8", "merge", "draft", "sweep"]
+Part = Literal["head", "topk", "fp8", "nvfp4", "merge", "draft", "sweep", "tilings"]
 """What can be measured.
 
-head: a bf16 head, alone and with mask and top-k. topk: the top-k alone. fp8: FP8 heads. merge: what comes after the
-gather. draft: lattice and walk. sweep: how the Triton top-k is best tuned."""
+head: a bf16 head, alone and with mask and top-k. topk: the top-k alone. fp8: FP8 heads. nvfp4: NVFP4 heads, weight
+only. merge: what comes after the gather. draft: lattice and walk. sweep: how the Triton top-k is best tuned; tilings:
+how the NVFP4 product is."""
 Mode = Literal["graph", "eager"]
 Call = Callable[[int], Any]
 FLOOR = "bytes over copy bandwidth"
@@ -104,12 +106,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What to measure; a sweep only if it is named, since it compiles for a minute.
+    """What to measure; sweep and tilings only if they are named, since they compile for a minute.
 
     repeats: calls in one graph. rounds: turns of all contenders, of which medians are taken.
     """
 
-    parts: tuple[Part, ...] = ("head", "topk", "fp8", "merge", "draft")
+    parts: tuple[Part, ...] = ("head", "topk", "fp8", "nvfp4", "merge", "draft")
     tps: tuple[int, ...] = (1, 2, 4, 8)
     rows: tuple[int, ...] = (7, 56, 448)
     modes: tuple[Mode, ...] = get_args(Mode)
@@ -146,7 +148,7 @@ def bench_gpu(asked: Asked, on_progress: Callable[[str], None] = lambda message:
 def missing() -> Iterator[str]:
     """What this machine's packages leave out."""
     if not has_triton():
-        yield "triton is not installed: its top-k and the scaling of FP8 products after the fact are left out."
+        yield "triton is not installed: its top-k, its NVFP4 product and the scaling of FP8 products are left out."
     if not has_flashinfer():
         yield "flashinfer is not installed: its top-k is left out."
 
@@ -327,6 +329,7 @@ def sweep_case(geometry: Geometry, tp: int, rows: int, device: torch.device) -> 
     columns, itself = geometry.vocab // tp, "by itself"
     logits = _draw(10, rows, columns, device=device)
     ways = {f"group {group}, {warps} warps": TritonTopK(group=group, warps=warps) for group, warps in _WAYS}
+    ways["launches one after the other"] = TritonTopK(overlap=False)
     found = {
         name: Contender(
             call=partial(lambda _, kernel: kernel.keys(logits, geometry.k, num_org=columns), kernel=kernel),
@@ -337,7 +340,7 @@ def sweep_case(geometry: Geometry, tp: int, rows: int, device: torch.device) -> 
     return Case(part="sweep", tp=tp, rows=rows, columns=columns, contenders=found)
 
 
-_WAYS = [(group, warps) for group in (32, 64, 128) for warps in (1, 2, 4)]
+_WAYS = [(group, warps) for group in (32, 64, 128) for warps in (4, 8)]
 
 
 def fp8_case(geometry: Geometry, tp: int, rows: int, device: torch.device) -> Case:
@@ -451,13 +454,72 @@ def draft_case(geometry: Geometry, tp: int, rows: int, device: torch.device) -> 
     return Case(part="draft", tp=tp, rows=requests * slots, columns=geometry.vocab, contenders=found)
 
 
+def nvfp4_case(geometry: Geometry, tp: int, rows: int, device: torch.device) -> Case:
+    """An NVFP4 head of 16-bit activations, against its bytes and against the bf16 product; then with mask and top-k."""
+    columns, real = _columns(geometry, tp)
+    hidden, weights = _draw(9, rows, geometry.hidden, device=device), _weights(geometry, tp, device)
+    found = {"bf16 product": Contender(call=lambda turn: F.linear(hidden, weights[turn % 2]))}
+    if has_triton():
+        product, moved = _nvfp4_product(geometry, tp, hidden, triton_nvfp4)
+        keys = partial(triton_topk.keys, k=geometry.k, num_org=real)
+        found["NVFP4 product"] = Contender(call=product, against="bf16 product")
+        found["NVFP4 product, beside its bytes"] = Contender(call=product, against=FLOOR, moved=moved)
+        found["NVFP4 product, Triton top-k with the mask"] = Contender(
+            call=lambda turn: keys(product(turn)), against="NVFP4 product"
+        )
+    return Case(part="nvfp4", tp=tp, rows=rows, columns=columns, contenders=found)
+
+
+def tilings_case(geometry: Geometry, tp: int, rows: int, device: torch.device) -> Case:
+    """The NVFP4 product, tiled in every way, against the way that it is tiled by itself."""
+    hidden, itself = _draw(9, rows, geometry.hidden, device=device), "by itself"
+    kernels = {itself: triton_nvfp4} | {_told(tiling): TritonNvfp4(tiling=tiling) for tiling in _TILINGS}
+    found = {
+        name: Contender(call=_nvfp4_product(geometry, tp, hidden, kernel)[0], against=itself)
+        for name, kernel in (kernels if has_triton() else {}).items()
+    }
+    return Case(part="tilings", tp=tp, rows=rows, columns=geometry.vocab // tp, contenders=found)
+
+
+def _told(tiling: Tiling) -> str:
+    return f"{tiling.columns} columns, {tiling.units} units, {tiling.warps} warps, {tiling.stages} stages"
+
+
+_TILINGS = [
+    Tiling(columns=columns, units=units, warps=warps, stages=stages)
+    for columns, units, warps, stages in (
+        (64, 128, 4, 5), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3),
+        (128, 128, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3),
+    )
+]  # fmt: skip
+
+
+def _nvfp4_product(geometry: Geometry, tp: int, hidden: Tensor, kernel: TritonNvfp4) -> tuple[Call, int]:
+    """The product with two weights of random codes, in turn, and the bytes that it must move."""
+    columns, units, device = geometry.vocab // tp, geometry.hidden, hidden.device
+    draw = torch.Generator(device).manual_seed(11)
+    packed = [
+        torch.randint(256, (columns, units // 2), generator=draw, device=device, dtype=torch.uint8) for _ in range(2)
+    ]
+    scale = (torch.rand(columns, units // 16, generator=draw, device=device) + 0.5).to(torch.float8_e4m3fn)
+    scales = [scale, scale.clone()]
+    overall = torch.full((1,), 0.01, device=device)
+
+    def product(turn: int) -> Tensor:
+        return kernel(hidden, packed[turn % 2], scales[turn % 2], overall, divides=False, dtype=torch.bfloat16)
+
+    return product, _bytes(hidden, packed[0], scale) + len(hidden) * columns * 2
+
+
 _BUILDERS: dict[Part, Callable[[Geometry, int, int, torch.device], Case]] = {
     "head": head_case,
     "topk": topk_case,
     "fp8": fp8_case,
+    "nvfp4": nvfp4_case,
     "merge": merge_case,
     "draft": draft_case,
     "sweep": sweep_case,
+    "tilings": tilings_case,
 }
 
 

@@ -13,6 +13,7 @@ from tpbed.harness.plan import Plan
 from tpbed.harness.scenario import HeadFormat, Logits, Scenario, ScenarioError
 from tpbed.harness.smollm2 import head_weight
 from tpbed.harness.smollm2 import hidden_states as trained_states
+from tpbed.selector.fp8 import Fp8Head
 from tpbed.selector.head import DenseHead
 from tpbed.selector.quantized import FORMATS, QuantizedHead
 from tpbed.selector.reference import error_bound, reference_logits
@@ -117,7 +118,8 @@ def _on_device(head: QuantizedHead, device: torch.device) -> QuantizedHead:
     """On `device`, with the method that true_logits can bound on any: activations are not quantized."""
     stored = {field.name: getattr(head, field.name) for field in fields(head)}
     moved: dict[str, Any] = {name: value.to(device) for name, value in stored.items() if isinstance(value, Tensor)}
-    return replace(head, quant_method=TiledMethod(), **moved)
+    method = TiledMethod() if isinstance(head, Fp8Head) else head.quant_method
+    return replace(head, quant_method=method, **moved)
 
 
 _WeightKey = tuple[int, int, HeadFormat, Logits]  # tokens, hidden_size, head, logits

@@ -47,9 +47,7 @@ SCENARIOS = (
         source="sgl-project/sglang#35580",
         org_vocab_size=130,
         selector=SGLANG,
-        expect=(
-            Expected(kind="hang", ranks=(3,), op="all_gather", seq=1, error="SelectionError", says="0 columns"),
-        ),
+        expect=(Expected(kind="hang", ranks=(3,), op="all_gather", seq=1, error="SelectionError", says="0 columns"),),
     ),
     Scenario(
         name="adapters/sglang-k-above-shard",

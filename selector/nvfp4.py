@@ -13,7 +13,9 @@ from torch import Tensor
 from tpbed.selector.checkpoint import EMBEDDING, LM_HEAD, Packed, read_packed
 from tpbed.selector.head import HeadError, check_matrix, check_rows
 from tpbed.selector.shard import VocabShard
-from tpbed.selector.tiles import TiledMethod
+from tpbed.selector.tiles import add_bias, apply_in_tiles
+from tpbed.selector.triton_nvfp4 import triton_nvfp4
+from tpbed.selector.triton_topk import has_triton
 
 GROUP = 16  # neighbours in a row that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; bit 3 is the sign
@@ -82,6 +84,38 @@ def check_groups(hidden_size: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvfp4Method:
+    """W4A16, on the kernel that its device has: activations keep their values, sums are float32, one rounding follows.
+
+    CUDA, compute capability 9.0 and up: triton_nvfp4, for bfloat16 activations. Elsewhere in tiles, as TiledMethod.
+    The kernel is chosen from facts that all ranks share if their devices are alike.
+    """
+
+    def apply(self, layer: Nvfp4Head, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits (rows, layer.shard.width) in layer.logits_dtype, padding columns included and unmasked.
+
+        x: (rows, hidden units) float16, bfloat16 or float32. bias: (width,) or None.
+        """
+        return add_bias(apply_triton(layer, x) if fits_triton(layer, x) else apply_in_tiles(layer, x), bias)
+
+
+def fits_triton(layer: Nvfp4Head, x: Tensor) -> bool:
+    """Whether triton_nvfp4 takes this product: CUDA 9.0 and up, bfloat16, the units of a row side by side."""
+    if not (x.is_cuda and x.dtype is torch.bfloat16 and has_triton()):
+        return False
+    side_by_side = all(part.stride(1) == 1 or part.shape[1] < 2 for part in (x, layer.weight, layer.weight_scale))
+    return side_by_side and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def apply_triton(layer: Nvfp4Head, x: Tensor) -> Tensor:
+    """The product without a bias in one kernel; logits (rows, width) in layer.logits_dtype."""
+    divides = layer.layout == "compressed-tensors"
+    return triton_nvfp4(
+        x, layer.weight, layer.weight_scale, layer.global_scale, divides=divides, dtype=layer.logits_dtype
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Nvfp4Head:
     """A head in NVFP4, served as W4A16: group scales follow the rows of the shard, the global one is everyone's.
@@ -98,7 +132,7 @@ class Nvfp4Head:
     layout: Layout
     shard: VocabShard
     input_scale: Tensor | None = None
-    quant_method: object | None = field(default_factory=TiledMethod)
+    quant_method: object | None = field(default_factory=Nvfp4Method)
     logits_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:

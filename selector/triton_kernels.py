@@ -1,4 +1,4 @@
-"""Kernels of triton_topk and triton_fp8: needs triton, and is imported by what launches them, when it launches."""
+"""Kernels of triton_topk, triton_fp8 and triton_nvfp4: needs triton; what launches them imports it when it launches."""
 
 from __future__ import annotations
 
@@ -190,3 +190,116 @@ def quantise_row(
     scaled = tl.clamp(tl.div_rn(found, tl.full([UNITS], scale, tl.float32)), -LARGEST, LARGEST)
     tl.store(packed + row * units + unit, scaled.to(tl.float8e4nv), mask=there)
     tl.store(scales + row, scale)
+
+
+@triton.jit
+def e2m1_pairs(words, scales):
+    """e2m1_entries of two words at a time, in the halves of a register: shifts, masks, and a product for two entries.
+
+    The bits of a code are brought to those of a bfloat16, sign to sign: that is the entry * 2**-126, exactly.
+    """
+    return tl.inline_asm_elementwise(
+        asm="""
+        {
+        .reg .b32 sizes;
+        shl.b32 sizes, $4, 6;
+        and.b32 sizes, sizes, 0x01c001c0;
+        shl.b32 $0, $4, 12;
+        lop3.b32 $0, $0, 0x80008000, sizes, 0xea;
+        mul.bf16x2 $0, $0, $5;
+        shl.b32 sizes, $4, 2;
+        and.b32 sizes, sizes, 0x01c001c0;
+        shl.b32 $1, $4, 8;
+        lop3.b32 $1, $1, 0x80008000, sizes, 0xea;
+        mul.bf16x2 $1, $1, $5;
+        shr.b32 sizes, $4, 2;
+        and.b32 sizes, sizes, 0x01c001c0;
+        shl.b32 $2, $4, 4;
+        lop3.b32 $2, $2, 0x80008000, sizes, 0xea;
+        mul.bf16x2 $2, $2, $5;
+        shr.b32 sizes, $4, 6;
+        and.b32 sizes, sizes, 0x01c001c0;
+        lop3.b32 $3, $4, 0x80008000, sizes, 0xea;
+        mul.bf16x2 $3, $3, $5;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r,r",
+        args=[words, scales],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def e2m1_entry(words, scales, PLACE: tl.constexpr):
+    """One of e2m1_entries, in steps that the interpreter knows: float32, since it knows no product of bfloat16."""
+    code = words.to(tl.int32) >> (4 * PLACE)
+    exponent, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
+    size = tl.where(exponent == 0, half, (1.0 + half) * (1 << (tl.maximum(exponent, 1) - 1)).to(tl.float32))
+    return tl.where((code & 8) != 0, -size, size) * 2.0**-126 * scales.to(tl.float32)
+
+
+@triton.jit
+def e2m1_entries(words, scales, PAIRS: tl.constexpr):
+    """The four entries of int16 words, first in the low bits, * 2**-126 * scales: exact if that is normal."""
+    if PAIRS:
+        return e2m1_pairs(words, scales)
+    else:
+        return (
+            e2m1_entry(words, scales, 0),
+            e2m1_entry(words, scales, 1),
+            e2m1_entry(words, scales, 2),
+            e2m1_entry(words, scales, 3),
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "width", "row_tiles"])
+def nvfp4_product(
+    x, words, scales, global_scale, logits, row_stride, rows, width, word_stride, scale_stride, row_tiles,
+    DIVIDES: tl.constexpr, PAIRS: tl.constexpr, ALL_UNITS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Logits of ROWS rows and TILE columns. Entries times group scales are exact in bfloat16; sums are float32.
+
+    Each int16 word has four neighbouring units; the sum takes first the first of all words of UNITS units, then the
+    second, and so on, so that entries go from registers into the product as they lie.
+    """
+    row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) // row_tiles * TILE + tl.arange(0, TILE)
+    unit, word, group = tl.arange(0, UNITS), tl.arange(0, UNITS // 4), tl.arange(0, UNITS // 16)
+    x_here = x + tl.minimum(row, rows - 1)[:, None] * row_stride + unit[None, :]  # what is beyond is not stored
+    inside = tl.minimum(column, width - 1).to(tl.int64)[:, None]
+    words_here = words + inside * word_stride + word[None, :]
+    scales_here = scales + inside * scale_stride + group[None, :]
+    sums = tl.zeros([TILE, ROWS], tl.float32)
+    for first in tl.range(0, ALL_UNITS, UNITS, num_stages=STAGES):
+        if ALL_UNITS % UNITS == 0:
+            given, packed, scale = tl.load(x_here), tl.load(words_here), tl.load(scales_here)
+        else:
+            left = ALL_UNITS - first
+            given = tl.load(x_here, mask=unit[None, :] < left, other=0.0)
+            packed = tl.load(words_here, mask=word[None, :] * 4 < left, other=0)
+            scale = tl.load(scales_here, mask=group[None, :] * 16 < left, other=0.0)
+        scale = (scale.to(tl.float32) * 2.0**118).to(tl.bfloat16)
+        of_words = tl.broadcast_to(scale[:, :, None], [TILE, UNITS // 16, 4])
+        first_entry, second_entry, third_entry, fourth_entry = e2m1_entries(
+            packed, tl.reshape(of_words, [TILE, UNITS // 4]), PAIRS
+        )
+        given = given if PAIRS else given.to(tl.float32)
+        even, odd = tl.split(tl.reshape(given, [ROWS, UNITS // 4, 2, 2]))
+        first_unit, third_unit = tl.split(even)
+        second_unit, fourth_unit = tl.split(odd)
+        sums = tl.dot(first_entry, tl.trans(first_unit), sums, input_precision="ieee")
+        sums = tl.dot(second_entry, tl.trans(second_unit), sums, input_precision="ieee")
+        sums = tl.dot(third_entry, tl.trans(third_unit), sums, input_precision="ieee")
+        sums = tl.dot(fourth_entry, tl.trans(fourth_unit), sums, input_precision="ieee")
+        x_here += UNITS
+        words_here += UNITS // 4
+        scales_here += UNITS // 16
+    sums *= 256.0  # of 2**(126 - 118)
+    overall = tl.zeros([TILE, ROWS], tl.float32) + tl.load(global_scale)
+    sums = tl.div_rn(sums, overall) if DIVIDES else sums * overall
+    there = (column < width)[:, None] & (row < rows)[None, :]
+    places = row.to(tl.int64)[None, :] * width + column[:, None]
+    tl.store(logits + places, sums.to(logits.dtype.element_ty), mask=there)

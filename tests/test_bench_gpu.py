@@ -11,9 +11,6 @@ from tpbed.harness.bench_gpu import FLOOR, PADDING, Asked, Case, Contender, Figu
 from tpbed.selector.topk import canonical_topk
 
 TINY = Geometry(vocab=2048, hidden=64, slots=7, rank=16)
-ASKED = Asked(
-    parts=("head", "topk", "merge", "draft", "sweep"), tps=(1, 2), rows=(7, 14), modes=("graph",), geometry=TINY
-)
 
 
 def values_of(answer):
@@ -48,6 +45,19 @@ def test_fp8_products_of_every_kind_are_close_to_the_bf16_product():
         assert (found.float() - wanted).abs().max() < 0.12 * wanted.abs().max(), name
 
 
+@quiet_interpreter
+def test_the_nvfp4_product_is_the_same_however_it_is_tiled_and_its_top_k_is_of_it():
+    [case] = cases(Asked(parts=("tilings",), tps=(2,), rows=(7,), geometry=TINY), PLACE)
+    [whole] = cases(Asked(parts=("nvfp4",), tps=(2,), rows=(7,), geometry=TINY), PLACE)
+    wanted = whole.contenders["NVFP4 product"].call(0)
+    assert wanted.shape == (7, 1024) and len(case.contenders) > 5
+    for name, contender in case.contenders.items():
+        # sums in another order may round to the next bfloat16
+        assert torch.allclose(contender.call(0).float(), wanted.float(), rtol=2.0**-7, atol=2.0**-6), name
+    best = whole.contenders["NVFP4 product, Triton top-k with the mask"].call(0)
+    assert torch.equal(values_of(best).cpu(), canonical_topk(wanted[:, : 1024 - PADDING], TINY.k)[0].float().cpu())
+
+
 def test_cases_are_those_asked_for_and_a_merge_needs_two_ranks():
     asked = Asked(parts=("topk", "merge", "draft"), tps=(1, 2), rows=(7, 14), geometry=TINY)
     found = [(case.part, case.tp, case.rows, case.columns) for case in cases(asked, torch.device("cpu"))]
@@ -58,7 +68,8 @@ def test_cases_are_those_asked_for_and_a_merge_needs_two_ranks():
 
 
 def test_every_contender_is_compared_with_one_of_its_own_case_or_with_its_bytes():
-    asked = Asked(parts=("head", "topk", "merge", "draft", "sweep"), tps=(2,), rows=(7,), geometry=TINY)
+    parts = ("head", "topk", "nvfp4", "merge", "draft", "sweep", "tilings")
+    asked = Asked(parts=parts, tps=(2,), rows=(7,), geometry=TINY)
     for case in cases(asked, torch.device("cpu")):
         for contender in case.contenders.values():
             assert contender.against in ("", FLOOR, *case.contenders)
@@ -133,7 +144,7 @@ def test_what_is_measured_can_be_chosen(tpbed):
     *_, asked = tpbed("--part", "head,sweep", "--tp", "8", "--rows", "7,56", "--mode", "graph", "--rounds", "3")
     assert (asked[0].parts, asked[0].tps, asked[0].rows) == (("head", "sweep"), (8,), (7, 56))
     assert (asked[0].modes, asked[0].rounds) == (("graph",), 3)
-    assert "sweep" not in Asked().parts
+    assert not {"sweep", "tilings"} & set(Asked().parts)
 
 
 @pytest.mark.parametrize(

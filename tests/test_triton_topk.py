@@ -23,7 +23,8 @@ from tpbed.tp.simulated import SimulatedWorld
 
 require_triton()
 pytestmark = quiet_interpreter
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+F32 = torch.float32
+DTYPES = [torch.bfloat16, torch.float16, F32]
 AWKWARD = [-inf, inf, nan, -nan, 0.0, -0.0, 1.0, 1.0, -1.0, 65504.0, -65504.0]
 SHAPES = ((1, 1, None), (40, 5, 32), (700, 16, 32), (700, 64, 64), (3000, 16, None))
 """Columns, k, and neighbours to a group: few, since each is compiled anew on a GPU."""
@@ -115,6 +116,13 @@ def test_scales_of_rows_and_columns_are_applied_before_the_one_rounding(dtype):
     wanted = (raw * columns * rows.unsqueeze(1)).to(dtype)
     found = triton_topk.keys(raw.to(PLACE), 16, num_org=690, scales=(rows.to(PLACE), columns.to(PLACE)), dtype=dtype)
     assert torch.equal(found.cpu(), expected_keys(wanted, 16, 690, 0))
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 65_536), (torch.bfloat16, 70_000), (F32, 70_000)])
+def test_rows_that_a_short_key_has_room_for_and_longer_ones_keep_the_first_of_equal_columns(dtype, columns):
+    logits = (torch.randn(1, columns, generator=torch.Generator().manual_seed(7)) * 0.8).round().to(dtype)
+    found = triton_topk.keys(logits.to(PLACE), 16, num_org=columns - 5)
+    assert torch.equal(found.cpu(), expected_keys(logits, 16, columns - 5, 0))
 
 
 def test_columns_beyond_the_real_ones_have_no_say_even_if_they_are_nan_or_infinite():

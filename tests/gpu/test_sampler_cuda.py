@@ -1,23 +1,30 @@
 """DraftSampler in CUDA graphs: what it proposes without them, for every head, at TP=1 and on simulated ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tpbed.selector.admission import admit
+from tpbed.selector.fp8 import Fp8Head, Fp8Method, fits_scaled_mm
 from tpbed.selector.head import DenseHead
 from tpbed.selector.lattice import TransitionTables
+from tpbed.selector.nvfp4 import Nvfp4Head, fits_triton
 from tpbed.selector.packed import keyed_topk
 from tpbed.selector.quantized import FORMATS
 from tpbed.selector.sampler import DraftSampler, Eager
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.topk import flashinfer_topk, has_flashinfer, torch_topk
-from tpbed.selector.triton_topk import triton_topk
+from tpbed.selector.triton_topk import has_triton, triton_topk
 from tpbed.selector.walk import DraftParams, Noise
 from tpbed.tp.simulated import SimulatedWorld
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 VOCAB, UNITS, R, K, SLOTS = 4000, 256, 32, 16, 7
 TOPKS = {"keyed": keyed_topk, "torch": torch_topk, "flashinfer": flashinfer_topk, "triton": triton_topk}
-HEADS = ["dense", *FORMATS]
+DENSE = {"dense": torch.bfloat16, "dense, float16": torch.float16, "dense, float32": torch.float32}
+W8A16 = ["fp8", "fp8-tensor"]  # of these, W8A8 is what a device takes by itself
+HEADS = [*DENSE, *FORMATS, *(f"{name}, W8A16" for name in W8A16)]
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -29,10 +36,12 @@ def sampler_of(
     rank: int = 0, world_size: int = 1, *, head: str = "dense", topk: str = "keyed", **options
 ) -> DraftSampler:
     shard, weight = VocabShard.even(rank, world_size, VOCAB, pad_to=128 * world_size), draw(4, VOCAB, UNITS)
-    if head == "dense":
-        built = DenseHead.from_full(weight, shard, padding=9.0)
+    name, _, method = head.partition(", ")
+    if head in DENSE:
+        built = DenseHead.from_full(weight.to(DENSE[head]), shard, padding=9.0)
     else:
-        built = FORMATS[head].head(FORMATS[head].pack(weight), shard)
+        built = FORMATS[name].head(FORMATS[name].pack(weight), shard)
+        built = replace(built, quant_method=Fp8Method(quantize_activations=False)) if method else built
     tables = TransitionTables(projection=draw(1, R, UNITS), predecessor=draw(2, VOCAB, R), successor=draw(3, VOCAB, R))
     return DraftSampler(built, tables, k=K, slots=SLOTS, topk=TOPKS[topk], **options)
 
@@ -49,6 +58,16 @@ def batch(seed: int, requests: int, rule: str = "gumbel"):
     keyed = {"seeds": every + seed, "positions": every * 7}
     noise = Noise(rule="gumbel", **keyed) if rule == "gumbel" else Noise(rule="inverse_cdf", uniforms=uniforms)
     return draw(100 + seed, requests, SLOTS, UNITS), every * 3 % VOCAB, params, noise
+
+
+def test_every_head_is_admitted_and_the_packed_ones_take_the_kernels_of_the_device():
+    heads = {head: sampler_of(head=head, sizes=(1,))._head for head in HEADS}
+    hidden = draw(1, 7, UNITS)
+    assert {admit(head)[0] for head in heads.values()} == {"dense", "quantized"}
+    w8a8 = [name for name in FORMATS if isinstance(heads[name], Fp8Head) and fits_scaled_mm(heads[name], hidden)]
+    w4a16 = [name for name in FORMATS if isinstance(heads[name], Nvfp4Head) and fits_triton(heads[name], hidden)]
+    assert w8a8 == W8A16
+    assert w4a16 == (["nvfp4-ct", "nvfp4-modelopt"] if has_triton() else [])
 
 
 def same(one, other) -> bool:
