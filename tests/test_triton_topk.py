@@ -120,16 +120,19 @@ def test_scales_of_rows_and_columns_are_applied_before_the_one_rounding(dtype):
 
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 65_536), (torch.bfloat16, 70_000), (F32, 70_000)])
 def test_rows_that_a_short_key_has_room_for_and_longer_ones_keep_the_first_of_equal_columns(dtype, columns):
-    logits = (torch.randn(1, columns, generator=torch.Generator().manual_seed(7)) * 0.8).round().to(dtype)
+    logits = torch.zeros(1, columns, dtype=dtype)
+    logits[0, 100:5000:300] = 1.0  # 17 of them; the group of the best comes after theirs, and has one more
+    logits[0, 60_000], logits[0, 60_001] = 9.0, 1.0
     found = triton_topk.keys(logits.to(PLACE), 16, num_org=columns - 5)
     assert torch.equal(found.cpu(), expected_keys(logits, 16, columns - 5, 0))
 
 
 def test_columns_beyond_the_real_ones_have_no_say_even_if_they_are_nan_or_infinite():
     logits = torch.randn(2, 700, generator=torch.Generator().manual_seed(2))
+    logits[:, : 16 * 32 : 32] += 9.0  # the best 16 lie in as many groups, and in none beside garbage
     for garbage in (nan, -nan, inf):
         logits[:, 650:] = garbage
-        found = triton_topk.keys(logits.to(PLACE), 16, num_org=650)
+        found = TritonTopK(group=32).keys(logits.to(PLACE), 16, num_org=650)
         assert torch.equal(found.cpu(), expected_keys(logits, 16, 650, 0))
 
 
