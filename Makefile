@@ -38,7 +38,7 @@ test: $(READY)  ## run the tests of tpbed itself; ARGS='-k head' goes to pytest
 
 test-gpu: $(READY)  ## run the tests of kernels on this machine's GPU, one process; fails where a GPU, triton or flashinfer is missing
 	@$(BIN)/python ci/needs_gpu.py
-	$(BIN)/python -m pytest -n 0 -rs tests/gpu tests/test_simulated_cuda.py tests/test_triton_topk.py tests/test_bench_gpu.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 -rs tests/gpu tests/test_simulated_cuda.py tests/test_triton_topk.py tests/test_triton_nvfp4.py tests/test_bench_gpu.py $(ARGS)
 
 bench-gpu: $(READY)  ## measure the selector on this machine's GPU, minutes; ARGS='--part head --tp 8' narrows it
 	$(BIN)/tpbed bench gpu $(ARGS)
