@@ -21,7 +21,7 @@ from tpbed.selector.int8 import Int8Head, dequantise_int8, pack_int8
 from tpbed.selector.lattice import TransitionTables, lattice_scores
 from tpbed.selector.merge import merge_gathered, two_gather_merge
 from tpbed.selector.noise import keyed_gumbels, keyed_uniforms
-from tpbed.selector.nvfp4 import Nvfp4Head, dequantise_nvfp4, pack_nvfp4
+from tpbed.selector.nvfp4 import Nvfp4Head, Nvfp4Method, dequantise_nvfp4, pack_nvfp4
 from tpbed.selector.packed import MAX_ID, keyed_topk, pack_keys, packed_merge, unpack_keys
 from tpbed.selector.packet import agree_on_draft
 from tpbed.selector.project import project_candidate_logits
@@ -69,6 +69,7 @@ __all__ = [
     "Noise",
     "Note",
     "Nvfp4Head",
+    "Nvfp4Method",
     "Policy",
     "QuantFormat",
     "QuantMethod",
