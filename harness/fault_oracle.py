@@ -399,7 +399,7 @@ class _Group:
 
     def _heads_differ(self) -> bool:
         last = _last_of_each_kind(self.plan.scenario.faults)
-        bad = {fault.rank for fault in last if _is_bad_head(fault)}
+        bad = {fault.rank for fault in last if _is_bad_head(fault) or isinstance(fault, Inflated)}
         return 0 < len(bad) < len(self.machines)
 
     def _outlook(self, roots: Sequence[Root]) -> Outlook:

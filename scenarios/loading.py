@@ -143,7 +143,7 @@ SCENARIOS = (
         claim="Logits written to a uint8 buffer are refused by a kernel with flashinfer's contract, on every rank.",
         source="sgl-project/sglang#34742",
         selector="buffer-of-weight-dtype",
-        expect=(Expected(kind="crash_all", error="AssertionError", says="unsupported dtype torch.uint8"),),
+        expect=(Expected(kind="crash_all", error="AssertionError", says="Unsupported dtype torch.uint8"),),
     ),
     replace(
         NVFP4,

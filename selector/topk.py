@@ -124,7 +124,7 @@ def check_topk_contract(logits: Tensor, k: int) -> None:
     Source: measured on one H200, flashinfer-python 0.7.2.
     """
     if logits.dtype not in TOPK_DTYPES:
-        raise AssertionError(f"unsupported dtype {logits.dtype}: give float16, bfloat16 or float32 logits.")
+        raise AssertionError(f"Unsupported dtype {logits.dtype}: give float16, bfloat16 or float32 logits.")
     if logits.ndim != 2:
         raise RuntimeError(f"input must be 2-D, but has shape {tuple(logits.shape)}: reshape it to (rows, columns).")
     if not logits.is_contiguous():

@@ -23,7 +23,7 @@ class Tiling:
 
 
 TILINGS = {  # by the rows of a program; `tpbed bench gpu --part tilings` tries others
-    8: Tiling(columns=128, units=128, warps=4, stages=4),
+    8: Tiling(columns=64, units=256, warps=4, stages=3),
     16: Tiling(columns=128, units=256, warps=8, stages=3),
     32: Tiling(columns=128, units=128, warps=8, stages=3),
     64: Tiling(columns=128, units=128, warps=8, stages=3),
