@@ -78,7 +78,7 @@ def choose_plans(
         return [changes.of(_base(seed, schedule, BASE_WORLD_SIZE if tp is None else tp))]
     files, names = [word for word in words if is_case_file(word)], [word for word in words if not is_case_file(word)]
     cases = [read_case(word).plan for word in files]
-    chosen = select(catalogue, names) if names or not files else []
+    chosen = _with_the_ranks(changes.faults, select(catalogue, names) if names or not files else [])
     if changes.selector and not words:
         chosen = [scenario for scenario in chosen if _is_open_to_any_selector(scenario)]
     found = [replace(plan, schedule=schedule or plan.schedule) for plan in cases]
@@ -97,6 +97,12 @@ def _base(seed: int, schedule: str, world_size: int) -> Plan:
     )
     asked = ("--tp", str(world_size), "--seed", str(seed))
     return replace(make_plan(scenario, seed=seed, schedule=schedule), asked=asked)
+
+
+def _with_the_ranks(faults: Sequence[Fault], chosen: list[Scenario]) -> list[Scenario]:
+    """Those that have the ranks which faults strike, if any has."""
+    ranks = 1 + max((fault.rank for fault in faults), default=0)
+    return [scenario for scenario in chosen if scenario.world_size >= ranks] or chosen
 
 
 def _is_open_to_any_selector(scenario: Scenario) -> bool:

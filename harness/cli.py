@@ -119,7 +119,8 @@ FaultTexts = Annotated[
         "--fault",
         metavar="KIND@FIELD=VALUE,...",
         help="Add a fault, as reports write it: raise@rank=2,seq=3 or delay@rank=0,seq=1,ms=50. Repeat it for more. "
-        "Nothing is expected then: what is found is told, and exit status 1. Without a name: on a healthy run of --tp.",
+        "Nothing is expected then: what is found is told, and exit status 1. Without a name: on a healthy run of --tp; "
+        "of those that a name means, on those that have the rank.",
     ),
 ]
 SelectorName = Annotated[

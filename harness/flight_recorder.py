@@ -123,6 +123,8 @@ def load_dumps(paths: Sequence[Path]) -> tuple[FlightDump, ...]:
 
 
 def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DumpError(f"there is no {path}. {_ADVICE}")
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.iterdir() if file.is_file())

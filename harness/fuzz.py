@@ -131,11 +131,15 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The end of a search. batches: the number of the first that was not begun, for who resumes."""
+    """The end of a search. batches: the number of the first that was not begun, for who resumes.
+
+    recalled: what is told was found by an earlier search, and is broken still, so that nothing new was drawn.
+    """
 
     search: Search
     tally: Tally
     batches: int
+    recalled: bool
     elapsed_s: float
 
     def empty_cells(self) -> list[Cell]:
@@ -300,7 +304,7 @@ def fuzz(
     """
     if examples is None and seconds == inf:
         raise FuzzError("neither seconds nor examples bound the search: give one of them.")
-    if min(seconds, jobs, 1 if examples is None else examples) <= 0:
+    if not all(bound > 0 for bound in (seconds, jobs, 1 if examples is None else examples)):  # nor is NaN
         raise FuzzError(f"seconds={seconds}, examples={examples}, jobs={jobs}: give more than 0 of each.")
     if jobs > 1 and search.world != "sim":
         raise FuzzError(f"jobs={jobs}: ranks of --world {search.world} are processes already: give --jobs 1.")
@@ -308,8 +312,10 @@ def fuzz(
     sizes = _sizes(examples, first)
     total.add(recall(search) if search.database else Tally())
     way = _alone if jobs == 1 else _in_processes
-    batches = first if total.found else way(search, sizes, began + seconds, jobs, total, on_tally)
-    report = Report(search=search, tally=total, batches=batches, elapsed_s=time.monotonic() - began)
+    recalled = bool(total.found)
+    batches = first if recalled else way(search, sizes, began + seconds, jobs, total, on_tally)
+    elapsed_s = time.monotonic() - began
+    report = Report(search=search, tally=total, batches=batches, recalled=recalled, elapsed_s=elapsed_s)
     _remember(report)
     return report
 

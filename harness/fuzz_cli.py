@@ -167,6 +167,10 @@ def _print(report: Report, files: dict[Any, Path], confirmed: dict[Any, str], co
     for found in report.tally.found:
         print("\n".join(_told(found, files[found.name], confirmed.get(found.name, ""), report.search)))
     print(_summary(report))
+    if report.recalled:
+        print(
+            f"An earlier search found it: nothing new is drawn until it holds, or after rm -r {report.search.folder()}"
+        )
     if coverage:
         from tpbed.harness.coverage import not_drawn
 
@@ -229,6 +233,7 @@ def _plain(report: Report, files: dict[Any, Path], confirmed: dict[Any, str]) ->
         "seed": report.search.seed,
         "examples": tally.examples,
         "runs": tally.runs,
+        "recalled": report.recalled,
         "elapsed_s": round(report.elapsed_s, 3),
         "busy_s": round(tally.busy_s, 3),
         "found": [

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def repro(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="FILE|NAME", help="A case file or the name of a scenario; none: a healthy run."),
+        typer.Argument(
+            metavar="FILE|NAME", help="A case file or the name of a scenario; with --fault, none: a healthy run."
+        ),
     ] = None,
     fault: Annotated[
         list[str] | None, typer.Option("--fault", metavar="KIND@FIELD=VALUE,...", help="Add a fault, as for `run`.")

@@ -10,7 +10,7 @@ import faulthandler
 import json
 import os
 import signal
-import sys  # noqa: F401
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +113,8 @@ def all_gather(tensor: Tensor, dim: int = -1) -> Tensor:
 
 def start() -> Store:
     """Form the group, over NCCL where there is a GPU for each rank; whatever hangs in it ends after TIMEOUT_S."""
+    if (given := int(os.environ["WORLD_SIZE"])) != WORLD_SIZE:
+        sys.exit(f"{given} ranks are given, and this needs {WORLD_SIZE}: torchrun --nproc-per-node {WORLD_SIZE}")
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S + 15, exit=True)  # of a rank that is busy for ever
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a rank has ended: the rest have something to say

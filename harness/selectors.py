@@ -34,7 +34,7 @@ def find_selector(name: str) -> Selector | Serving:
         return Serving(served)
     found = (SELECTORS | TIMED).get(name)
     if found is None:
-        ours = [*SELECTORS, *TIMED, *SERVING, *MISREADINGS]
+        ours = [*(SELECTORS | TIMED | SERVING | MISREADINGS)]
         near = difflib.get_close_matches(name, ours, n=3)
         told = f" (near: {', '.join(near)})" if near else ""
         raise SelectorError(

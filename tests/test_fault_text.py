@@ -160,3 +160,10 @@ def test_the_same_faults_on_a_scenario(tpbed):
 def test_a_fault_that_cannot_be_is_a_usage_error_in_one_line(tpbed, fault):
     status, out, error = tpbed("--fault", fault)
     assert (status, out, error.count("\n")) == (2, "", 1) and error.startswith("tpbed: ")
+
+
+def test_a_fault_befalls_the_scenarios_of_a_name_that_have_its_rank_and_is_refused_where_none_has():
+    chosen = plans("healthy", changes=Changes(faults=(Raise(rank=7, seq=1),)))
+    assert [plan.scenario.name for plan in chosen] == ["healthy/tp8-mostly-padding"]
+    with pytest.raises(ScenarioError, match="a fault strikes rank 999"):
+        plans("healthy", changes=Changes(faults=(Raise(rank=999, seq=1),)))

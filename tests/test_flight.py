@@ -265,7 +265,7 @@ def test_files_without_a_rank_twice_the_same_or_missing_are_refused(tmp_path):
     save(tmp_path, Recorder(1))
     for paths, says in (
         ([tmp_path / "nccl_trace_rank_1", tmp_path / "nccl_trace_rank_1"], "both of rank 1"),
-        ([tmp_path / "nothing_2"], "cannot read"),
+        ([tmp_path / "nothing_2"], "there is no"),
         ([Path(__file__)], "which rank"),
     ):
         with pytest.raises(DumpError, match=says):
@@ -294,3 +294,8 @@ def test_the_command_tells_people_and_machines_alike(missing, status, tmp_path, 
 def test_fields_that_come_and_go_between_versions_of_torch_do_no_harm(fields, tmp_path):
     told = report(tmp_path, Recorder(0, 2).calls(**fields), Recorder(1, 2).calls(**fields))
     assert told.answer == "healthy"
+
+
+def test_a_path_where_nothing_is_is_told_as_that(tmp_path):
+    with pytest.raises(DumpError, match="there is no .*/nowhere"):
+        read_report([tmp_path / "nowhere"])

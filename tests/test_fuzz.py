@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -135,6 +135,7 @@ def test_what_was_found_is_kept_and_found_first_of_all_the_next_time(tmp_path):
     assert [one.plan for one in again.tally.found] == [one.plan for one in first.tally.found]
     assert again.tally.examples < first.tally.examples
     assert again.batches == 0  # no batch was needed
+    assert (first.recalled, again.recalled) == (False, True)
 
 
 def test_a_search_goes_on_after_the_batches_of_the_last_one_with_its_seed(tmp_path):
@@ -164,6 +165,7 @@ def test_nothing_is_drawn_when_the_time_is_up():
     [
         ({}, "give one of them"),
         ({"seconds": 0}, "give more than 0"),
+        ({"seconds": nan, "examples": 1}, "give more than 0"),
         ({"examples": 0}, "give more than 0"),
         ({"examples": 1, "jobs": 0}, "give more than 0"),
     ],
@@ -200,7 +202,7 @@ def test_of_what_was_found_for_a_property_the_first_is_kept(wrong):
 
 def test_every_fault_strikes_at_every_place_that_it_can_in_a_simulated_world():
     search, total, number = replace(RIGHT, world_sizes=(2,)), Tally(), 1
-    while set(search.reachable()) - set(total.cells) and number < 40:
+    while set(search.reachable()) - set(total.cells) and number < 400:
         total.add(run_batch(search, number))
         number += 2
     assert set(search.reachable()) == set(total.cells)

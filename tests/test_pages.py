@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tpbed.harness.choice import Changes, choose_plans
+from tpbed.harness.runner import run_plan
+from tpbed.scenarios import CATALOGUE
+from tpbed.tp.simulated import SimulatedWorld
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MILLISECONDS = re.compile(r"\d[\d.,]* ms")
@@ -56,7 +61,24 @@ def test_the_page_of_the_simulated_world_is_code_and_what_it_prints_in_turn():
     assert languages == ["python", "text"] * (len(languages) // 2)
 
 
-@pytest.mark.parametrize(("code", "said"), examples("README.md"))
+SELECTORS = [code for kind, code, _ in blocks("README.md") if kind == "python" and "def candidates" in code]
+TESTS = [example for example in examples("README.md") if example.values[0] not in SELECTORS]
+
+
+def test_the_selector_of_the_readme_is_right_but_for_the_order_of_equal_values(example, monkeypatch):
+    (code,) = SELECTORS
+    (example / "selector_of_the_readme.py").write_text(code, encoding="utf-8")
+    status = {}
+    for name in ("healthy/tp4-padded-tail", "ties/canonical-tp4"):
+        changes = Changes(selector="selector_of_the_readme:candidates")
+        (plan,) = choose_plans([name], CATALOGUE, seed=0, changes=changes)
+        with SimulatedWorld(plan.scenario.world_size) as world:
+            verdict = run_plan(world, plan)
+        status[name] = verdict.status, {finding.kind for finding in verdict.findings}
+    assert status == {"healthy/tp4-padded-tail": ("PASS", set()), "ties/canonical-tp4": ("FAIL", {"order"})}
+
+
+@pytest.mark.parametrize(("code", "said"), TESTS)
 def test_the_example_of_the_readme_fails_with_the_explanation_that_it_shows(pytester, monkeypatch, code, said):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeini("[pytest]\n")
