@@ -7,6 +7,7 @@ for those that come to an end, and write `FOLDER/rank_N` when they have issued t
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -86,13 +87,21 @@ def _run(name: str, backend: str, world_size: int, folder: Path, rank: int, stor
         work.wait()
         if device is not None:
             torch.cuda.current_stream().synchronize()
-    recorded = torch._C._distributed_c10d
-    dump = recorded._dump_nccl_trace() if backend == "nccl" else recorded._dump_fr_trace()
-    (folder / f"rank_{rank}").write_bytes(dump)
+    (folder / f"rank_{rank}").write_bytes(_dump(backend, ends[rank]))
     store.add("dumped", 1)
     while store.add("dumped", 0) < world_size:
         os.sched_yield()
     os._exit(0)  # past what is still open
+
+
+def _dump(backend: str, ended: int) -> bytes:
+    """The recorder's, once it has noted that so many calls have ended: it does so a little after wait() returns."""
+    recorded = torch._C._distributed_c10d
+    while True:
+        dump: bytes = recorded._dump_nccl_trace() if backend == "nccl" else recorded._dump_fr_trace()
+        if sum(entry["retired"] for entry in pickle.loads(dump)["entries"]) >= ended:
+            return dump
+        os.sched_yield()
 
 
 if __name__ == "__main__":
