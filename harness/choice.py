@@ -143,18 +143,17 @@ def select(catalogue: dict[str, Scenario], patterns: Sequence[str]) -> list[Scen
     Raises UsageError for a pattern that matches nothing, and for an empty catalogue.
     """
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in catalogue):
+        if not any(matches(name, pattern) for name in catalogue):
             raise UsageError(
                 f"no scenario matches {pattern!r}{_near(pattern, catalogue)}: `tpbed list` names all {len(catalogue)}."
             )
     if not catalogue:
         raise UsageError("the catalogue is empty: tpbed.scenarios names no scenario.")
-    return [
-        scenario for name, scenario in catalogue.items() if not patterns or any(_matches(name, p) for p in patterns)
-    ]
+    return [scenario for name, scenario in catalogue.items() if not patterns or any(matches(name, p) for p in patterns)]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name is meant: it matches the glob, or begins with the pattern and a slash."""
     return fnmatchcase(name, pattern) or name.startswith(pattern.rstrip("/") + "/")
 
 

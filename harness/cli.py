@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, cast, get_args
 
 import typer
 
-from tpbed.harness import bench_cli, fuzz_cli, neartie_cli, repro_cli
+from tpbed.harness import bench_cli, fuzz_cli, mutants_cli, neartie_cli, repro_cli
 from tpbed.harness.choice import (
     Changes,
     UsageError,
@@ -63,6 +63,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_cli.app, name="bench")
 app.command()(neartie_cli.neartie)
+app.command()(mutants_cli.mutants)
 app.command()(repro_cli.repro)
 app.command()(fuzz_cli.fuzz)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tpbed.harness.circle import Place, Record, explain_circle, tell, without_bystanders
@@ -28,6 +28,9 @@ TRANSPORT = (
     "aborted",
     "monitoredBarrier",
 )  # in its errors
+
+
+Diagnosis = Callable[[Sequence[Ledger], Sequence[Liveness]], tuple[Finding, ...]]
 
 
 def diagnose(ledgers: Sequence[Ledger], liveness: Sequence[Liveness]) -> tuple[Finding, ...]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpbed.harness import mutant_topks
 from tpbed.harness.faults import (
     FIRED,
     Absent,
@@ -49,7 +50,7 @@ from tpbed.harness.faults import (
 )
 from tpbed.harness.head_faults import give_head
 from tpbed.harness.inputs import held_shard
-from tpbed.harness.kernels import KERNELS
+from tpbed.harness.mutant_heads import HEADS
 from tpbed.harness.plan import Plan
 from tpbed.harness.scenario import Scenario
 from tpbed.selector.topk import TopK, canonical_topk, contract_topk, default_topk, torch_topk
@@ -57,13 +58,13 @@ from tpbed.selector.triton_topk import triton_topk
 from tpbed.tp.errors import TestbedError
 from tpbed.tp.rank import Call, RankContext
 
-TOPKS: dict[str, TopK | None] = {
+TOPKS: dict[str, TopK | type[Any] | None] = {
     "contract": contract_topk,
     "torch": torch_topk,
     "canonical": canonical_topk,
     "triton": triton_topk,
     "default": None,
-    **KERNELS,
+    **mutant_topks.TOPKS,
 }
 F = TypeVar("F")
 
@@ -94,6 +95,7 @@ class Injector:
         self._step, self._struck = 0, -1
         self._width = 0
         self._overwrites = _overwrites_of(plan, context.rank)
+        self._topks: dict[str, TopK] = {}
 
     def arrive(self) -> None:
         """What befalls this rank before it comes to the rendezvous of the group."""
@@ -125,7 +127,8 @@ class Injector:
         """The lm_head that this rank is given."""
         head = give_head(self._plan, self._context.rank, self._take(HeadFault), self._context.device)
         self._width = head.shard.width
-        return head
+        change = self._plan.scenario.head_change
+        return HEADS[change](head, self._plan) if change else head
 
     def fact(self, name: str, usual: Any) -> Any:
         """What this rank finds out for itself under a name: `usual`, unless a fault says otherwise."""
@@ -138,11 +141,18 @@ class Injector:
     def topk(self) -> TopK:
         """The top-k that this rank is given: the scenario's, and what happens to the logits on their way to it."""
         name = next((fault.topk for fault in self._take(OtherTopK)), self._plan.scenario.topk)
-        given = TOPKS[name] or default_topk(self._context.device)
+        given = self._topk_of(name)
         if self._take(Unmasked):
             self._overwrites = []
         strikes = any(isinstance(fault, Nudge | Spin) for _, fault in self._faults)
         return PlannedTopK(given, self._before_topk, self._width) if strikes or self._overwrites else given
+
+    def _topk_of(self, name: str) -> TopK:
+        """The one of that name that this rank has had since its first step."""
+        if name not in self._topks:
+            found = TOPKS[name] or default_topk(self._context.device)
+            self._topks[name] = found() if isinstance(found, type) else found
+        return self._topks[name]
 
     def _before_topk(self, logits: Tensor) -> None:
         """Do to this rank's logits what is planned for the step; what it strikes, once in each step."""

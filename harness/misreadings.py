@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpbed.harness.mutants import padded_local
+from tpbed.harness.staged import padded_local
 from tpbed.harness.turn import Server, Turn
 from tpbed.selector.admission import AdmissionError
 from tpbed.selector.candidates import Candidates

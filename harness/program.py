@@ -14,7 +14,8 @@ from tpbed.harness.foreign import Chosen
 from tpbed.harness.inject import Injector
 from tpbed.harness.inputs import hidden_states
 from tpbed.harness.plan import Plan
-from tpbed.harness.selectors import Selector, find_selector
+from tpbed.harness.selectors import Selector, find_selector, made
+from tpbed.harness.staged import Staged
 from tpbed.harness.turn import Serving
 from tpbed.selector.candidates import Candidates
 from tpbed.tp.rank import current
@@ -45,13 +46,13 @@ class _ArrivingProgram:
         Injector(self.plan, current()).arrive()
 
 
-def run_plan(plan: Plan, rank: int, *, select: Selector | Serving) -> None:
+def run_plan(plan: Plan, rank: int, *, select: Selector | type[Staged] | Serving) -> None:
     """Run every step of a plan on one rank with its selector, and write the answers to the ledger."""
     context = current()
     injector = Injector(plan, context)
     context.hooks.append(injector.on_collective)
     head = injector.head()
-    selector = select.on(injector.fact) if isinstance(select, Serving) else select
+    selector = select.on(injector.fact) if isinstance(select, Serving) else made(select)
     for step in range(plan.scenario.steps):
         context.recorder.step(str(step))
         if not injector.begin_step(step):

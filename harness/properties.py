@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpbed.harness.checks import Answer, answers_by_step, check_candidates, check_ranks_agree
+from tpbed.harness.diagnose import Diagnosis, diagnose
 from tpbed.harness.fault_oracle import Outlook, Root, foresee
 from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Finding, name_ranks
@@ -157,11 +158,11 @@ def shard_order_invariant(plan: Plan, run: Runner) -> list[Breach]:
     return _first_difference("shard_order_invariant", plan, others, run, told, range(plan.scenario.rows))
 
 
-def faults_diagnosed(plan: Plan, run: Runner) -> list[Breach]:
+def faults_diagnosed(plan: Plan, run: Runner, diagnosis: Diagnosis = diagnose) -> list[Breach]:
     """Every planned fault that strikes is named with the right root cause, and nobody is that has done nothing."""
     record = run(plan)
     outlook = foresee(plan, empty_waits=record.world == "sim")
-    found = judge(record).findings
+    found = judge(record, diagnosis=diagnosis).findings
     told = [*_fired_otherwise(record, outlook), *_not_named(outlook, found), *_named_wrongly(outlook, found)]
     return [Breach(name="faults_diagnosed", text=text, plan=plan, findings=found) for text in told]
 
@@ -283,6 +284,8 @@ def _difference(usual: dict[int, Answer], other: dict[int, Answer], plan: Plan, 
         return f"steps {sorted(other)} were answered, not {sorted(usual)}"
     for step, theirs in other.items():
         ours = usual[step]
+        if len(ours.ids) != plan.scenario.rows:
+            return f"step {step} has {len(ours.ids)} rows, not {plan.scenario.rows}"
         if ours.ids[order].shape != theirs.ids.shape:
             return f"step {step} has {theirs.ids.shape} candidates, not {ours.ids[order].shape}"
         rows = zip(order, ours.ids[order], ours.values[order], theirs.ids, theirs.values, strict=True)

@@ -74,6 +74,7 @@ class Scenario:
     pad_fill: what the padding rows of the head hold.
     widths: columns per rank of an uneven, unpadded vocabulary; None shares the padded one equally.
     selector, topk: names in SELECTORS, TIMED, SERVING or MISREADINGS, and in TOPKS, of the harness.
+    head_change: what is wrong with the head, a name in harness.mutant_heads.HEADS; empty: nothing.
     schedule: who runs when, as harness.schedules reads it, for what only some orders show; simulated ranks alone can
         follow one. Empty: the world's own.
     """
@@ -98,6 +99,7 @@ class Scenario:
     steps: int = 3
     selector: str = "tpbed"
     topk: str = "contract"
+    head_change: str = ""
     ties: Ties = "canonical"
     faults: tuple[Fault, ...] = ()
     expect: tuple[Expected, ...] = ()

@@ -9,6 +9,7 @@ from tpbed.harness.foreign import Chosen, ForeignSelector
 from tpbed.harness.misreadings import MISREADINGS
 from tpbed.harness.mutants import SELECTORS
 from tpbed.harness.serving import SERVING
+from tpbed.harness.staged import Staged
 from tpbed.harness.timed import TIMED
 from tpbed.harness.turn import Serving
 from tpbed.selector.candidates import Candidates
@@ -21,7 +22,7 @@ class SelectorError(TestbedError):
     """A name that no selector has."""
 
 
-def find_selector(name: str) -> Selector | Serving:
+def find_selector(name: str) -> Selector | type[Staged] | Serving:
     """The selector of that name in mutants.SELECTORS or timed.TIMED, or the function that it imports.
 
     Or the program of that name in serving.SERVING or misreadings.MISREADINGS, of which each run makes a selector.
@@ -41,6 +42,11 @@ def find_selector(name: str) -> Selector | Serving:
             f"there is no selector {name!r}{told}: give package.module:function, or one of {', '.join(ours)}."
         )
     return found
+
+
+def made(selector: Selector | type[Staged]) -> Selector:
+    """A selector for one rank and run, which may keep what a step left behind."""
+    return selector() if isinstance(selector, type) else selector
 
 
 def check_selectors(names: Iterable[str]) -> None:

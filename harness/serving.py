@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpbed.harness.mutants import padded_local, shard_only
+from tpbed.harness.mutant_programs import ShardOnly
+from tpbed.harness.staged import padded_local
 from tpbed.harness.turn import Server, Turn
 from tpbed.selector.candidates import Candidates
 from tpbed.selector.merge import gather_columns, merge_gathered
@@ -145,7 +146,7 @@ def capture(turn: Turn, *, agreed: bool) -> Candidates:
     captures = bool(turn.lowest(int(own))) if agreed else own
     turn.note("captures", captures, because=f"its warm-up is {'' if own else 'not '}over")
     if captures:
-        recorded = shard_only(turn.hidden, turn.head, k=turn.k, group=None, topk=turn.topk, note=turn.note)
+        recorded = ShardOnly()(turn.hidden, turn.head, k=turn.k, group=None, topk=turn.topk, note=turn.note)
         if not agreed:
             return recorded
     return turn.select()

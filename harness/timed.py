@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpbed.harness.mutants import Selector, padded_local, shard_only
+from tpbed.harness.mutant_programs import ShardOnly
+from tpbed.harness.staged import Selector, padded_local
 from tpbed.selector.candidates import Candidates
 from tpbed.selector.merge import merge_gathered
 from tpbed.selector.select import compute_candidates
@@ -34,7 +35,7 @@ def await_late_peers(hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any
 
 def _merge_if(in_time: bool, hidden: Tensor, head: Any, *, k: int, group: Any, topk: Any, note: Any) -> Candidates:
     note("peers_in_time", in_time, because=_ASKED.format("" if in_time else " not"))
-    selector = compute_candidates if in_time else shard_only
+    selector = compute_candidates if in_time else ShardOnly()
     return selector(hidden, head, k=k, group=group, topk=topk, note=note)
 
 

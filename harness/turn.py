@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpbed.harness.mutants import Selector
+from tpbed.harness.staged import Selector
 from tpbed.selector.candidates import Candidates
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import NO_TOKEN

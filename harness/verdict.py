@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tpbed.harness.checks import CHECKS, Answers, Check, answers_by_step
-from tpbed.harness.diagnose import diagnose
+from tpbed.harness.diagnose import Diagnosis, diagnose
 from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Cause, Finding, name_ranks
 from tpbed.harness.record import RunRecord
@@ -33,15 +33,16 @@ class Verdict:
     broken: tuple[str, ...] = ()
 
 
-def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS) -> Verdict:
+def judge(record: RunRecord, *, checks: Sequence[Check] = CHECKS, diagnosis: Diagnosis = diagnose) -> Verdict:
     """Find what went wrong in a run and compare it with what its scenario expects.
 
     UNDECIDED where a planned fault did not fire, a check crashed or evidence is missing: never a pass in silence.
+    diagnosis: another one than diagnose, for its mutants.
     Answers from the first broken step on are not checked: they are consequences of a finding that stands already.
     """
     if record.error:
         return Verdict(record=record, status="UNDECIDED", findings=(), doubts=(record.error,))
-    diagnosed = diagnose(record.ledgers, record.liveness)
+    diagnosed = diagnosis(record.ledgers, record.liveness)
     steps = _sound_steps(record, diagnosed)
     checked, crashes = _run_checks(record, steps, checks)
     consequent = any(finding.waiting_ranks or finding.kind == "mismatch" for finding in diagnosed)

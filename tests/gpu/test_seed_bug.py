@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tpbed.harness.diagnose import diagnose
 from tpbed.harness.mutants import SELECTORS
+from tpbed.harness.selectors import made
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.quantized import FORMATS, Fp8Head
 from tpbed.selector.reference import reference_topk
@@ -42,7 +43,7 @@ def notes(name, value, because):
 def test_cropped_at_tp_1_the_kernel_itself_refuses_the_strided_view(name):
     hidden, options = draw(2, ROWS, UNITS).cuda(), {"k": K, "group": None, "topk": flashinfer_topk, "note": notes}
     with pytest.raises(RuntimeError, match="contiguous"):
-        SELECTORS["crop"](hidden, head_of(name, 0, 1), **options)
+        made(SELECTORS["crop"])(hidden, head_of(name, 0, 1), **options)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -50,7 +51,7 @@ def test_cropped_at_tp_4_only_the_tail_rank_raises_and_the_diagnosis_names_it(na
     def program(rank: int):
         hidden = draw(2, ROWS, UNITS).to(current().device)
         options = {"k": K, "group": dist.group.WORLD, "topk": flashinfer_topk, "note": current().recorder.decision}
-        SELECTORS["crop"](hidden, head_of(name, rank, 4), **options)
+        made(SELECTORS["crop"])(hidden, head_of(name, rank, 4), **options)
 
     run = SimulatedWorld(4, device="cuda:0").run(program)
     assert run.stuck == (0, 1, 2)
