@@ -32,9 +32,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def first_kills():
+def prober():
+    return Prober(EXAMPLES, seed=0)
+
+
+@pytest.fixture(scope="module")
+def first_kills(prober):
     """By mutant: the checks that kill it in the first of the examples in which one does."""
-    prober = Prober(EXAMPLES, seed=0)
     return {name: next(filter(None, prober.kills(name)), frozenset()) for name in all_mutants()}
 
 
@@ -58,8 +62,8 @@ def test_every_mutant_dies(first_kills):
     assert [name for name, killers in first_kills.items() if not killers] == []
 
 
-def test_every_check_kills_a_mutant(first_kills):
-    in_time = set().union(*Prober(EXAMPLES, seed=0).kills("program/exits-with-status-zero"))  # leaves nobody waiting
+def test_every_check_kills_a_mutant(first_kills, prober):
+    in_time = set().union(*prober.kills("program/exits-with-status-zero"))  # leaves nobody waiting
     assert set(CHECKS) - in_time - set().union(*first_kills.values()) == set()
 
 
