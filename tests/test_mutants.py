@@ -119,6 +119,15 @@ def test_the_other_rank_is_named_once_it_has_changed_places_with_the_culprit():
     assert set(found.waiting_ranks) == {0, 2, 3}
 
 
+def test_ranks_that_change_places_do_so_in_every_group():
+    pair = [Story(rank).group("2", [2, 3]).calls() for rank in range(2)]
+    ledgers, liveness = tell(*(story.returns() for story in pair), *(Story(r).group("2", [2, 3]) for r in (2, 3)))
+    ledgers[2] = Story(2).group("2", [2, 3]).calls().waits(group="2").ledger()
+    ledgers[3] = Story(3).group("2", [2, 3]).calls().returns().ledger()
+    (found,) = diagnose(*swap_ranks(ledgers, liveness, 3, 0))
+    assert (found.kind, found.ranks, found.group, found.waiting_ranks) == ("hang", (0,), "2", (2,))
+
+
 def test_ranks_that_change_places_twice_are_where_they_were():
     ledgers, liveness = a_hang()
     again = swap_ranks(*swap_ranks(ledgers, liveness, 3, 1), 3, 1)
