@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from tpbed.harness.diagnose import Diagnosis, diagnose
 from tpbed.harness.fault_oracle import foresee
@@ -10,6 +11,7 @@ from tpbed.harness.plan import Plan
 from tpbed.harness.properties import Runner, faults_diagnosed
 from tpbed.harness.record import RunRecord
 from tpbed.harness.swapped import gist, swap_ranks
+from tpbed.harness.verdict import judge
 
 
 class DiagnosisProber:
@@ -32,7 +34,7 @@ class DiagnosisProber:
 def _killers(plan: Plan, record: RunRecord, diagnosis: Diagnosis) -> frozenset[str]:
     checks = {
         "faults_diagnosed": bool(plan.scenario.faults)
-        and bool(faults_diagnosed(plan, lambda _: record, diagnosis=diagnosis)),
+        and bool(faults_diagnosed(plan, lambda _: record, partial(judge, diagnosis=diagnosis))),
         "no_false_alarm": not plan.scenario.faults and bool(diagnosis(record.ledgers, record.liveness)),
         "culprit_swapped": not tells_swapped_apart(plan, record, diagnosis),
     }
@@ -42,10 +44,10 @@ def _killers(plan: Plan, record: RunRecord, diagnosis: Diagnosis) -> frozenset[s
 def tells_swapped_apart(plan: Plan, record: RunRecord, diagnosis: Diagnosis) -> bool:
     """Whether the other rank is named, and all else is told alike, once an innocent has changed places with a culprit.
 
-    True where the plan has no culprit that is sure to be told apart, or nobody is innocent.
+    True where the plan has no culprit, or not each is sure to be told apart, or nobody is innocent.
     """
     outlook = foresee(plan, empty_waits=record.world == "sim")
-    culprits = sorted({root.rank for root in outlook.roots if root.certain})
+    culprits = sorted({root.rank for root in outlook.roots}) if all(root.certain for root in outlook.roots) else []
     innocent = sorted(set(range(plan.scenario.world_size)) - outlook.culprits)
     if not culprits or not innocent:
         return True

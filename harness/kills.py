@@ -6,8 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tpbed.harness.plan import PropertyName
+
 KINDS = ("hang", "mismatch", "stall", "diverge", "wrong_ids", "order", "crash_one", "crash_all")  # of findings
-INVARIANTS = ("masked_columns_never_win", "tp_invariant", "row_invariant", "shard_order_invariant")
+INVARIANTS: tuple[PropertyName, ...] = (
+    "masked_columns_never_win",
+    "tp_invariant",
+    "row_invariant",
+    "shard_order_invariant",
+)
 OF_DIAGNOSIS = ("faults_diagnosed", "culprit_swapped", "no_false_alarm")
 CHECKS = (*KINDS, *INVARIANTS, *OF_DIAGNOSIS)
 

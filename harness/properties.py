@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from tpbed.harness.checks import Answer, answers_by_step, check_candidates, check_ranks_agree
-from tpbed.harness.diagnose import Diagnosis, diagnose
 from tpbed.harness.fault_oracle import Outlook, Root, foresee
 from tpbed.harness.faults import FIRED, describe
 from tpbed.harness.findings import Finding, name_ranks
@@ -67,6 +66,7 @@ class Simulator:
 
 
 Property = Callable[[Plan, Runner], list[Breach]]
+Judge = Callable[[RunRecord], Verdict]
 
 
 def no_finding(plan: Plan, run: Runner) -> list[Breach]:
@@ -158,11 +158,14 @@ def shard_order_invariant(plan: Plan, run: Runner) -> list[Breach]:
     return _first_difference("shard_order_invariant", plan, others, run, told, range(plan.scenario.rows))
 
 
-def faults_diagnosed(plan: Plan, run: Runner, diagnosis: Diagnosis = diagnose) -> list[Breach]:
-    """Every planned fault that strikes is named with the right root cause, and nobody is that has done nothing."""
+def faults_diagnosed(plan: Plan, run: Runner, judged: Judge | None = None) -> list[Breach]:
+    """Every planned fault that strikes is named with the right root cause, and nobody is that has done nothing.
+
+    judged: another one than judge, for its mutants.
+    """
     record = run(plan)
     outlook = foresee(plan, empty_waits=record.world == "sim")
-    found = judge(record, diagnosis=diagnosis).findings
+    found = (judged or judge)(record).findings
     told = [*_fired_otherwise(record, outlook), *_not_named(outlook, found), *_named_wrongly(outlook, found)]
     return [Breach(name="faults_diagnosed", text=text, plan=plan, findings=found) for text in told]
 

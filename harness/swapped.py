@@ -39,11 +39,14 @@ Gist = tuple[Any, ...]
 
 
 def gist(findings: Sequence[Finding], names: Names | None = None) -> frozenset[Gist]:
-    """What findings say, in any order and words: kinds, places, ranks and causes. names: what ranks are called."""
+    """What findings say, in any order and words: kinds, places, ranks and causes. names: what ranks are called.
+
+    The step is left out: at one place ranks may be in several, and a finding has that of the first of them.
+    """
     known = names or {}
     return frozenset(
         (
-            (one.kind, one.op, one.seq, one.group, one.step),
+            (one.kind, one.op, one.seq, one.group),
             frozenset(_all(one.ranks, known)),
             frozenset(_all(one.waiting_ranks, known)),
             frozenset((known.get(c.rank, c.rank), c.error_type, c.site) for c in one.causes),
