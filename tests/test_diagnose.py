@@ -356,19 +356,32 @@ def test_a_decision_that_differs_is_a_finding_where_nothing_came_of_it():
     assert (finding.kind, finding.ranks) == ("diverge", (2,))
 
 
-@given(culprits=st.sets(st.integers(0, 7), min_size=1, max_size=7), before=st.integers(0, 5), data=st.data())
-def test_whoever_ends_before_a_collective_is_named_and_nobody_else(culprits, before, data):
-    """Property over all ranks, places and ends: the ranks at fault are exactly those that ended without joining."""
-    stories = []
+@given(ended=st.sets(st.integers(0, 7), min_size=1, max_size=7), before=st.integers(0, 5), data=st.data())
+def test_whoever_ends_before_a_collective_is_named_or_the_few_that_call_once_more_than_most(ended, before, data):
+    """Property over all ranks, places and ends: the ranks at fault are exactly those that ended without joining.
+
+    But where most of the ranks returned, after as many calls as the rest had made, the rest make one too many.
+    """
+    stories, ends = [], set()
     for rank in range(8):
         story = Story(rank, 8)
         for _ in range(before):
             story.calls()
-        end = data.draw(st.sampled_from(["returns", "raises", "dies", "exits"]))
-        stories.append(getattr(story, end)() if rank in culprits else story.waits())
+        end = data.draw(st.sampled_from(["returns", "raises", "dies", "exits"])) if rank in ended else "waits"
+        ends.add(end)
+        stories.append(getattr(story, end)())
     finding = only(*stories)
+    one_too_many = ends == {"returns", "waits"} and before > 0 and len(ended) > 4
+    culprits = set(range(8)) - ended if one_too_many else ended
     assert (finding.kind, set(finding.ranks), finding.seq) == ("hang", culprits, before + 1)
-    assert find_stuck(*tell(*stories)) == set(range(8)) - culprits
+    assert find_stuck(*tell(*stories)) == set(range(8)) - ended
+
+
+@pytest.mark.parametrize("returned", [4, 5])
+def test_those_who_wait_are_named_where_more_than_half_have_returned(returned):
+    stories = [Story(rank, 8).calls() for rank in range(8)]
+    finding = only(*(story.returns() if rank < returned else story.waits() for rank, story in enumerate(stories)))
+    assert finding.ranks == (tuple(range(4)) if returned == 4 else (5, 6, 7))
 
 
 @given(swapped=st.integers(1, 7))
