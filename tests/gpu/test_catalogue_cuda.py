@@ -7,6 +7,7 @@ import torch
 from alone import run_alone
 
 from tpbed.harness.runner import run_scenario
+from tpbed.harness.scenario import Expected
 from tpbed.harness.smollm2 import missing_checkpoint
 from tpbed.scenarios import CATALOGUE
 from tpbed.selector.topk import has_flashinfer
@@ -20,7 +21,8 @@ SPOILS_THE_CONTEXT = ["loading/ids-beyond-the-table"]  # an assertion in a kerne
 SIMULATED = {name: scenario for name, scenario in SIMULATED.items() if name not in SPOILS_THE_CONTEXT}
 OPEN_ON_THE_CPU = ["ties/torch-topk-tp1", "ties/torch-topk-tp4"]
 CONTRACT = [name for name, scenario in SIMULATED.items() if scenario.topk == "contract"]
-CANONICAL = [name for name, scenario in SIMULATED.items() if scenario.topk == "canonical"]
+OF_ANY_DTYPE = ["loading/buffer-of-packed-dtype-unchecked"]  # the canonical top-k on the CPU takes any
+CANONICAL = [name for name, scenario in SIMULATED.items() if scenario.topk == "canonical" and name not in OF_ANY_DTYPE]
 
 
 def check(name: str, **changes: object) -> None:
@@ -58,6 +60,12 @@ def test_scenarios_of_the_contract_show_the_same_with_the_kernel_whose_contract_
 @pytest.mark.parametrize("name", CANONICAL)
 def test_scenarios_of_the_canonical_order_show_the_same_with_the_triton_kernels(name):
     check(name, topk="triton")
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed: install a torch that is built for CUDA")
+@pytest.mark.parametrize("name", OF_ANY_DTYPE)
+def test_the_triton_kernels_refuse_logits_of_other_dtypes_on_every_rank_alike(name):
+    check(name, topk="triton", expect=(Expected(kind="crash_all", says="in float16, bfloat16 or float32"),))
 
 
 @pytest.mark.parametrize("name", SPOILS_THE_CONTEXT)
