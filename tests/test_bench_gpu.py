@@ -9,6 +9,7 @@ from triton_place import COMPILED, PLACE, quiet_interpreter
 from tpbed.harness import bench_gpu, cli
 from tpbed.harness.bench_gpu import FLOOR, PADDING, Asked, Case, Contender, Figure, Geometry, GpuReport, cases, judge
 from tpbed.selector.topk import canonical_topk
+from tpbed.selector.triton_topk import has_triton
 
 TINY = Geometry(vocab=2048, hidden=64, slots=7, rank=16)
 
@@ -45,6 +46,7 @@ def test_fp8_products_of_every_kind_are_close_to_the_bf16_product():
         assert (found.float() - wanted).abs().max() < 0.12 * wanted.abs().max(), name
 
 
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed: pip install triton, for its interpreter")
 @quiet_interpreter
 def test_the_nvfp4_product_is_the_same_however_it_is_tiled_and_its_top_k_is_of_it():
     [case] = cases(Asked(parts=("tilings",), tps=(2,), rows=(7,), geometry=TINY), PLACE)
