@@ -42,9 +42,8 @@ def main(wheel: Path, checkout: Path) -> None:
     for module in (import_module(name.replace("/", ".")) for name in modules if name not in absent):
         if not Path(str(module.__file__)).is_relative_to(sys.prefix):
             raise SystemExit(f"{module.__name__} came from {module.__file__}, not from the installed wheel.")
-    print(
-        f"{wheel.name}: {len(packed)} files as in the checkout, {len(modules) - len(absent)} modules imported, not {absent}"
-    )
+    imported = len(modules) - len(absent)
+    print(f"{wheel.name}: {len(packed)} files as in the checkout, {imported} modules imported, not {absent}")
 
 
 if __name__ == "__main__":
