@@ -266,7 +266,7 @@ class _Machine:
                 self.fired[index] += 1
                 if isinstance(fault, Extra):
                     self.harmful = True
-                    yield from self._issue(call, seq)
+                    yield from self._issue(replace(call, strided=False), seq)
                 changed = self._struck(fault, call)
                 if changed is None:
                     return

@@ -171,7 +171,7 @@ def _print(report: Report, files: dict[Any, Path], confirmed: dict[Any, str], co
         print(
             f"An earlier search found it: nothing new is drawn until it holds, or after rm -r {report.search.folder()}"
         )
-    if coverage:
+    if coverage and not report.recalled:
         from tpbed.harness.coverage import not_drawn
 
         print_table(coverage_table(report))

@@ -274,7 +274,8 @@ def _extra(fault: Extra, call: Call, context: RankContext) -> Call:
     if call.payload is None:
         dist.barrier()
     else:
-        dist.all_gather([torch.empty_like(call.payload) for _ in range(context.world_size)], call.payload.clone())
+        copy = call.payload.clone(memory_format=torch.contiguous_format)
+        dist.all_gather([torch.empty_like(copy) for _ in range(context.world_size)], copy)
     return call
 
 

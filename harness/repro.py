@@ -70,7 +70,9 @@ STRIKES: dict[str, Callable[[Any], str]] = {
     "delay": lambda fault: f"time.sleep({fault.seconds})",
     "stall": lambda fault: "while True:\n    time.sleep(1)  # busy, and never done",
     "skip": lambda fault: "for part in arguments[0] if arguments else []:\n    part.zero_()\nreturn None  # not issued",
-    "extra": lambda fault: "issue([torch.empty_like(part) for part in arguments[0]], arguments[1].clone(), **options)",
+    "extra": lambda fault: (
+        "issue([torch.empty_like(part) for part in arguments[0]], arguments[1].contiguous().clone(), **options)"
+    ),
     "recast": lambda fault: f"arguments = contribute(arguments, lambda t: t.to(torch.{fault.dtype}))",
     "narrow": lambda fault: "arguments = contribute(arguments, lambda t: t[..., :-1].contiguous())",
     "strided": lambda fault: (

@@ -8,7 +8,7 @@ import torch
 
 from tpbed.harness import properties
 from tpbed.harness.fault_oracle import foresee
-from tpbed.harness.faults import Corrupt, Extra, Leave, Raise, Recast, Skip
+from tpbed.harness.faults import Corrupt, Extra, Leave, Raise, Recast, Skip, Strided
 from tpbed.harness.plan import PropertyName, make_plan
 from tpbed.harness.properties import OF_FAULTLESS_RUNS, PROPERTIES, Breach, Simulator
 from tpbed.harness.runner import run_plan
@@ -111,12 +111,18 @@ def test_a_fault_that_is_not_found_breaks_the_property(simulator, monkeypatch):
         (3, 2, "tpbed", (Skip(rank=0, seq=2), Extra(rank=1, seq=2))),
         (2, 1, "tpbed", (Recast(rank=0, seq=1, dtype="int32"), Recast(rank=1, seq=1, dtype="int32"))),
         (2, 1, "full-gather", (Skip(rank=0, seq=1), Leave(rank=1, step=0))),
+        (2, 1, "tpbed", (Strided(rank=0, seq=1), Extra(rank=0, seq=1))),
     ],
-    ids=["a call too many beside one too few", "all ranks changed alike", "one leaves and its peer goes on alone"],
+    ids=[
+        "a call too many beside one too few",
+        "all ranks changed alike",
+        "one leaves and its peer goes on alone",
+        "a copy too many of a view",
+    ],
 )
 def test_what_the_fuzzer_found_once_is_diagnosed(world_size, steps, selector, faults, simulator):
     plan = plan_of(
-        selector, faults, world_size=world_size, steps=steps, org_vocab_size=1, pad_to=world_size, k=1, rows=1
+        selector, faults, world_size=world_size, steps=steps, org_vocab_size=1, pad_to=world_size, k=1, rows=2
     )
     assert PROPERTIES["faults_diagnosed"](plan, simulator) == []
 
