@@ -54,7 +54,7 @@ FORMS_OF_METHOD: Mapping[str, tuple[Form, ...]] = {
 def admit(head: object) -> tuple[Path, str]:
     """The path that head takes and the reason; its quant method goes first, even before a dense weight.
 
-    Looks at class name, dtypes and attributes only, which all ranks share, so that all admit or all refuse.
+    Looks at class name, dtypes and attributes only: ranks that have loaded alike all admit or all refuse.
     Raises AdmissionError, naming what speaks against either path.
     Source: should_apply_lm_head_quant_method of SGLang (pull request 35496).
     """

@@ -23,7 +23,7 @@ def project_candidate_logits(hidden: Tensor, head: LmHead, *, path: Path | None 
     Returns (rows, width) in head.logits_dtype, contiguous, also for one row, no row, and a shard without a real token.
     Masked and never cropped: a cropped view is strided, top-k kernels refuse that, and then only the rank that holds
     the padding raises while its peers wait.
-    Raises AdmissionError on every rank alike.
+    Raises AdmissionError without a path, if `admit` does.
     Source: SGLang pull request 35496; 35462 cropped.
     """
     logits = _project(hidden, head, path or admit(head)[0]).to(head.logits_dtype).contiguous()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpbed.selector.admission import AdmissionError, admit
+from tpbed.selector.admission import AdmissionError, Path, admit
 from tpbed.selector.candidates import Candidates, Merge, choose_local, merge_candidates, takes_keys
 from tpbed.selector.errors import SelectionError
 from tpbed.selector.head import LmHead
@@ -20,10 +20,11 @@ from tpbed.selector.lattice import TransitionTables, lattice_scores
 from tpbed.selector.packet import agree_on_draft
 from tpbed.selector.project import project_candidate_logits
 from tpbed.selector.sampler_inputs import SamplerInputs
-from tpbed.selector.select import check_choice, check_request, check_shard
+from tpbed.selector.select import check_choice, check_hidden, check_shard
 from tpbed.selector.shard import is_whole
 from tpbed.selector.topk import TopK, default_topk
 from tpbed.selector.unary import check_unary, unary_transform
+from tpbed.selector.vote import agree_admission
 from tpbed.selector.walk import Draft, DraftParams, Noise, NoiseRule, check_rule, draft_distribution, walk
 
 EAGER_VARIABLE = "TPBED_EAGER_DRAFT_SAMPLER"  # of the environment: anything but "" and "0" forbids graphs
@@ -32,12 +33,12 @@ _WARM_UPS = 3  # calls before a capture: kernels load, and caches are made outsi
 
 
 class Eager(Enum):
-    """Why a proposal is computed without a graph; the value is the message."""
+    """Why a proposal is computed without a graph, on every rank if on one; the value is the message."""
 
-    ASKED = f"the caller or {EAGER_VARIABLE} asked for it"
+    ASKED = f"the caller or {EAGER_VARIABLE} asked for it on some rank"
     NO_CUDA = "the head is not on a CUDA device"
     NO_SLOTS = "a block of one token leaves no slot to draft"
-    UNSUPPORTED_HEAD = "the head is neither dense nor can its quant_method be trusted, so that every proposal raises"
+    UNSUPPORTED_HEAD = "a head can be projected in no way, or not alike on all ranks, so that every proposal raises"
     LOW_MEMORY = "less than 1 GiB of device memory is free on some rank"
     TOO_LARGE = "the batch has more requests than the largest that was captured"
 
@@ -59,8 +60,10 @@ class DraftSampler:
     sizes: numbers of requests to capture a graph for; a batch runs in the smallest that it fits in. On TP=1 one graph
     holds everything; on more ranks one holds what comes before the collectives and one what comes after, so that no
     transport is captured. `reasons` says why nothing was captured; on the CPU the same buffers are used uncaptured.
-    Not for two streams at a time. Raises SelectionError on every rank alike, before any collective, for what no
-    proposal could be made with: sizes, k, merge, group, noise rule, tables that are not of the head's vocabulary.
+    Not for two streams at a time. Every rank makes one at the same time, and they vote, on how their heads are
+    projected (512 bytes a rank) and on what speaks against graphs (20 bytes), so that none captures or raises alone.
+    Raises SelectionError on every rank alike for what no proposal could be made with: sizes, noise rule, multiplier
+    and softcap before any collective; k, merge, group and tables, which the head decides on, after the first vote.
     """
 
     def __init__(
@@ -83,8 +86,11 @@ class DraftSampler:
         _check_sizes(sizes, slots)
         check_rule(noise)
         check_unary(multiplier, softcap)
-        check_choice(check_shard(head), k=k, group=group, merge=merge)
-        _check_tables(tables, head)
+        shard = check_shard(head)
+        self._path, self._refusal = _agreed_path(head, group, tables.projection.device)
+        if self._path is not None:  # or heads are not alike, and one of them may fail in what the others pass
+            check_choice(shard, k=k, group=group, merge=merge)
+            _check_tables(tables, head)
         self._head, self._tables, self._k, self._slots = head, tables, k, slots
         self._group, self._merge_rule, self._noise = group, merge, noise
         self._topk = topk or default_topk(tables.projection.device)
@@ -108,8 +114,8 @@ class DraftSampler:
         (requests,) int64, token ids that the tables have. params, noise: of as many requests, noise of the sampler's
         rule. All from any device; values are looked at where they are on the CPU.
         Returns tensors of the caller's own: the next proposal does not write to them.
-        Raises SelectionError for inputs that the sampler was not made for, whatever its sizes, and AdmissionError for
-        a head that cannot be projected, both on every rank alike.
+        Raises SelectionError for inputs that the sampler was not made for, whatever its sizes, and AdmissionError if
+        the vote refused the heads, both on every rank alike, before any collective.
         """
         given, requests = self._given(hidden, anchor, params, noise), len(hidden)
         size = next((size for size in self._sizes if size >= requests), None)
@@ -131,7 +137,9 @@ class DraftSampler:
         given = SamplerInputs.of(hidden, anchor, params, noise, slots=self._slots, tables=self._tables)
         if noise.rule != self._noise:
             raise SelectionError(f"noise={noise.rule!r}, but the sampler was made for {self._noise!r}: give that.")
-        check_request(hidden.flatten(0, 1), self._head, k=self._k, group=self._group, merge=self._merge_rule)
+        if self._path is None:
+            raise AdmissionError(self._refusal)
+        check_hidden(hidden.flatten(0, 1), None)
         return given
 
     @torch.no_grad()
@@ -153,7 +161,7 @@ class DraftSampler:
 
     def _local(self, given: SamplerInputs) -> tuple[Tensor, ...]:
         mask = not takes_keys(self._topk, self._merge_rule)
-        logits = project_candidate_logits(given.hidden.flatten(0, 1), self._head, mask=mask)
+        logits = project_candidate_logits(given.hidden.flatten(0, 1), self._head, path=self._path, mask=mask)
         return choose_local(logits, self._head.shard, k=self._k, topk=self._topk, merge=self._merge_rule)
 
     def _merge(self, local: tuple[Tensor, ...]) -> Candidates:
@@ -171,24 +179,19 @@ class DraftSampler:
         return self._head.shard.world_size
 
     def _reasons_against_graphs(self, eager: bool) -> tuple[Eager, ...]:
-        """All that hold, on every rank alike: devices and heads are, and memory is asked of all."""
-        return tuple(
-            reason
-            for reason, holds in (
-                (Eager.ASKED, eager or os.environ.get(EAGER_VARIABLE, "0") not in ("", "0")),
-                (Eager.NO_CUDA, self._device.type != "cuda"),
-                (Eager.NO_SLOTS, self._slots == 0),
-                (Eager.UNSUPPORTED_HEAD, not _is_admitted(self._head)),
-                (Eager.LOW_MEMORY, self._device.type == "cuda" and self._least_free() < LEAST_FREE_BYTES),
-            )
-            if holds
-        )
-
-    def _least_free(self) -> int:
-        free = torch.tensor([torch.cuda.mem_get_info(self._device)[0]], device=self._device)
+        """All that hold on some rank: a rank that captures joins collectives in which one that does not is missing."""
+        cuda = self._device.type == "cuda"
+        holds = {
+            Eager.ASKED: eager or os.environ.get(EAGER_VARIABLE, "0") not in ("", "0"),
+            Eager.NO_CUDA: not cuda,
+            Eager.NO_SLOTS: self._slots == 0,
+            Eager.UNSUPPORTED_HEAD: self._path is None,
+            Eager.LOW_MEMORY: cuda and torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE_BYTES,
+        }
+        votes = torch.tensor(list(holds.values()), dtype=torch.int32, device=self._device)
         if self._world_size() > 1:
-            dist.all_reduce(free, op=dist.ReduceOp.MIN, group=self._group)
-        return int(free)
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        return tuple(reason for reason, vote in zip(holds, votes.tolist(), strict=True) if vote)
 
 
 _Stage = Callable[[Any], Any]
@@ -216,12 +219,12 @@ def _check_tables(tables: TransitionTables, head: LmHead) -> None:
         )
 
 
-def _is_admitted(head: object) -> bool:
+def _agreed_path(head: LmHead, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Path | None, str]:
+    """How all ranks project their heads, or None, and why."""
     try:
-        admit(head)
-    except AdmissionError:
-        return False
-    return True
+        return admit(head) if head.shard.world_size == 1 else agree_admission(head, group=group, device=device)
+    except AdmissionError as error:
+        return None, str(error)
 
 
 def _copied(merged: Candidates) -> Candidates:

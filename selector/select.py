@@ -52,7 +52,8 @@ def compute_candidates(
     merge: as Merge says; full_gather takes no top-k, it sorts keys. admission: as Policy says.
     Cost: the head's product, one local top-k, and per row and rank two all_gathers of k * 12 bytes together, one of
     k * 8 (packed), or one of the shard's logits (full_gather).
-    Raises SelectionError on every rank alike, before any collective.
+    Raises SelectionError before any gather: on every rank alike with admission="agreed", and with "rank_local" as far
+    as their heads are alike.
     """
     note = note or _ignore
     path, because = check_request(hidden, head, k=k, group=group, admission=admission, merge=merge)
@@ -97,7 +98,7 @@ def check_request(
     else:
         check_choice(shard, k=k, group=group, merge=merge)
         path, because = admit(head)
-    _check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
+    check_hidden(hidden, getattr(head, "hidden_size", head.weight.shape[-1] if path == "dense" else None))
     return path, because
 
 
@@ -116,7 +117,8 @@ def _check_k(k: int, shard: VocabShard) -> None:
         )
 
 
-def _check_hidden(hidden: Tensor, units: int | None) -> None:
+def check_hidden(hidden: Tensor, units: int | None) -> None:
+    """Raise SelectionError unless hidden is (rows, hidden units), of so many if not None, in a dtype heads can read."""
     if hidden.ndim != 2 or hidden.dtype not in DENSE_DTYPES:
         raise SelectionError(
             f"hidden is {hidden.dtype} with shape {tuple(hidden.shape)}, but one row per token is needed: "

@@ -38,17 +38,19 @@ def agree_admission(head: object, *, group: dist.ProcessGroup | None, device: to
 
 
 def _fill_in(head: object) -> str:
-    facts = head_facts(head)
-    initial, because = _vote(head)
+    initial, facts, because = _vote(head)
     return f"{initial}{digest(facts)}{facts}\n{because}"
 
 
-def _vote(head: object) -> tuple[str, str]:
+def _vote(head: object) -> tuple[str, str, str]:
+    """Path's initial, facts and reason; whatever reading the head raises is a refusal, since the peers are voting."""
     try:
         path, because = admit(head)
+        return path[0], head_facts(head), because
     except AdmissionError as error:
-        return _REFUSED, str(error)
-    return path[0], because
+        return _REFUSED, "", str(error)
+    except Exception as error:  # noqa: BLE001 - of the head's own code
+        return _REFUSED, "", f"{type(error).__name__}: {error}"
 
 
 def _gather(ballot: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:

@@ -19,14 +19,7 @@ from tpbed.scenarios import CATALOGUE
 from tpbed.scenarios.schedule import SCENARIOS
 from tpbed.tp.simulated import SimulatedWorld
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here is too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def barriers(rank):

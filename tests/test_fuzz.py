@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import inf, nan
 
 import pytest
-import torch
 
 from tpbed.harness import cli, properties, runner
 from tpbed.harness.case import load_case, save_case
@@ -21,17 +20,9 @@ from tpbed.harness.selectors import SelectorError
 from tpbed.harness.verdict import judge
 from tpbed.tp.simulated import SimulatedWorld
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WRONG = Search(selectors=("worst-first",), world_sizes=(2, 4))
 RIGHT = Search(world_sizes=(1, 2))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here is too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

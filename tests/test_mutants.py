@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from ledgers import Story, tell
 
 from tpbed.harness import cli, kill_matrix
@@ -19,16 +18,9 @@ from tpbed.harness.properties import Simulator
 from tpbed.harness.scenario import Scenario
 from tpbed.harness.swapped import gist, swap_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HARMLESS = Mutant(name="selector/harmless", about="Nothing.", needs={"selector": "staged"}, change={"rows": 1})
 FEW = ["selector/no-mask", "topk/raises-on-nan", "diagnosis/names-everybody"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

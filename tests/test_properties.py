@@ -4,7 +4,6 @@ from dataclasses import replace
 from math import inf, nan
 
 import pytest
-import torch
 
 from tpbed.harness import properties
 from tpbed.harness.fault_oracle import foresee
@@ -17,6 +16,7 @@ from tpbed.harness.strategies import with_faults
 from tpbed.harness.verdict import judge
 from tpbed.tp.simulated import SimulatedWorld
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PLAIN = Scenario(
     name="fuzz/case",
     claim="",
@@ -40,15 +40,6 @@ BREAKS = {
     "row_invariant": ("scatter-rows-first", {}),
     "shard_order_invariant": ("ranks-reversed", {}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here is too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

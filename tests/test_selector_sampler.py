@@ -19,6 +19,7 @@ from tpbed.selector.sampler_inputs import check_inputs
 from tpbed.selector.select import compute_candidates
 from tpbed.selector.shard import VocabShard
 from tpbed.selector.verify import verify
+from tpbed.selector.vote import BALLOT_BYTES
 from tpbed.selector.walk import DraftParams, Noise, draft_distribution, walk
 from tpbed.tp.simulated import SimulatedWorld
 
@@ -147,8 +148,8 @@ def test_shapes_and_rules_it_was_not_made_for_are_refused():
         sampler_of(k=151).propose(hidden, anchor, params, noise)
 
 
-def told_by_all(world_size: int, program) -> str:
-    """The one SelectionError that every rank raises before any collective."""
+def told_by_all(world_size: int, program, *, votes: int = 0) -> str:
+    """The one SelectionError that every rank raises, after so many votes and no other collective."""
 
     def refused(rank: int) -> str:
         with pytest.raises(SelectionError) as raised:
@@ -157,7 +158,10 @@ def told_by_all(world_size: int, program) -> str:
 
     run = SimulatedWorld(world_size).run(refused)
     assert [ledger.end.how for ledger in run.ledgers] == ["returned"] * world_size
-    assert not any(ledger.collectives for ledger in run.ledgers) and len(set(run.results)) == 1
+    assert [[c.payload_bytes for c in ledger.collectives] for ledger in run.ledgers] == [
+        [BALLOT_BYTES] * votes
+    ] * world_size
+    assert len(set(run.results)) == 1
     return run.results[0]
 
 
@@ -169,18 +173,21 @@ def test_a_merge_that_the_selector_refuses_is_refused_on_every_rank_before_any_c
     def selector(rank: int) -> None:
         compute_candidates(torch.ones(1, UNITS), head_of(rank), k=K, group=None, merge=merge)
 
-    by_sampler = told_by_all(2, lambda rank: DraftSampler(head_of(rank), TABLES, k=K, slots=SLOTS, merge=merge))
+    def sampler(rank: int) -> None:
+        DraftSampler(head_of(rank), TABLES, k=K, slots=SLOTS, merge=merge)
+
+    by_sampler = told_by_all(2, sampler, votes=1)
     assert by_sampler == told_by_all(2, selector)
+
+
+@pytest.mark.parametrize("wrong", [{"k": 0}, {"k": VOCAB + 1}, {"k": 2.5}, {"k": "4"}, {"k": True}])
+def test_a_k_that_no_head_serves_is_refused_when_a_sampler_is_made(wrong):
+    assert "k=" in told_by_all(2, lambda rank: sampler_of(rank, 2, **wrong), votes=1)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"k": 0},
-        {"k": VOCAB + 1},
-        {"k": 2.5},
-        {"k": "4"},
-        {"k": True},
         {"noise": "foo"},
         {"slots": 1.5},
         {"sizes": (2.0,)},
@@ -192,6 +199,33 @@ def test_a_merge_that_the_selector_refuses_is_refused_on_every_rank_before_any_c
 )
 def test_a_sampler_that_could_propose_nothing_is_refused_when_it_is_made(wrong):
     assert told_by_all(2, lambda rank: sampler_of(rank, 2, **wrong))
+
+
+def test_a_reason_against_graphs_that_one_rank_has_is_that_of_all():
+    """Or the others would capture, and wait in a merge that it never joins."""
+    found = SimulatedWorld(3).run(lambda rank: sampler_of(rank, 3, eager=rank == 1).reasons).results
+    assert found == ((Eager.ASKED, Eager.NO_CUDA),) * 3
+
+
+@pytest.mark.parametrize("odd", ["no method", "another dtype", "another size"])
+def test_a_head_that_one_rank_cannot_project_alike_is_refused_by_all_when_they_propose(odd):
+    def head_of(rank: int):
+        shard = VocabShard.even(rank, 2, VOCAB)
+        if odd == "no method":
+            head = Fp8Head.from_full(WEIGHT, shard)
+            return replace(head, quant_method=None) if rank == 1 else head
+        weight = WEIGHT.double().to(torch.bfloat16) if odd == "another dtype" else WEIGHT[:, :8]
+        return DenseHead.from_full(weight if rank == 1 else WEIGHT, shard)
+
+    def program(rank: int) -> tuple[str, tuple[Eager, ...]]:
+        sampler = DraftSampler(head_of(rank), TABLES, k=K, slots=SLOTS)
+        with pytest.raises(AdmissionError) as raised:
+            sampler.propose(*batch(0, 2))
+        return str(raised.value), sampler.reasons
+
+    run = SimulatedWorld(2).run(program)
+    assert [ledger.end.how for ledger in run.ledgers] == ["returned"] * 2
+    assert run.results[0] == run.results[1] and run.results[0][1] == (Eager.NO_CUDA, Eager.UNSUPPORTED_HEAD)
 
 
 def test_tables_of_another_vocabulary_or_model_are_refused_when_a_sampler_is_made():

@@ -55,6 +55,16 @@ def test_heads_that_all_refuse_raise_on_all_after_the_same_collective():
     assert "rank 0, 1 refuses" in run.results[0] and run.results[0] == run.results[1]
 
 
+def test_a_head_that_raises_when_it_is_read_is_a_refusal_and_leaves_nobody_waiting():
+    class Unread(SimpleNamespace):
+        @property
+        def quant_method(self):
+            raise RuntimeError("the weight is on no device")
+
+    told = vote(dense(), Unread(weight=torch.ones(2, 2))).results
+    assert told[0] == told[1] and "rank 1 refuses (RuntimeError: the weight is on no device)" in told[0]
+
+
 def test_a_group_of_one_votes_without_a_collective():
     run = vote(dense())
     assert run.results[0][0] == "dense" and not run.ledgers[0].collectives
